@@ -34,6 +34,8 @@ enum Purpose {
   kForParts,
   kForCandidates,
   kForAdapters,
+  kForExperts,
+  kForMixtures,
   kPurposes
 };
 void* interposer_scratch(Purpose purpose, int64_t bytes);

@@ -53,17 +53,10 @@ class Form:
     bias: bool = False
 
 
-def built(
-    form: Form,
-    name: str = "native",
-    kernels: dict[str, str] | None = None,
-    mlp: Callable[[Site], nn.Module] | None = None,
-    attention: type[LatentAttention] = LatentAttention,
-) -> Any:
-    """Build a block; its weights are the same for every implementation."""
-    layers = {"rms_norm": "standard", "decoder_block": name, "gated_mlp": "native"}
-    config = Config(layers=layers, kernels={**KERNELS, **(kernels or {})})
-    site = Site(Resolver(current_registry(), place().device, config), "block", form.dtype)
+def attention_of(
+    site: Site, form: Form, kind: type[LatentAttention] = LatentAttention
+) -> LatentAttention:
+    """Build the attention of a block."""
     spec = AttentionSpec(
         num_heads=HEADS,
         num_kv_heads=1,
@@ -76,11 +69,25 @@ def built(
         latent_size=LATENT,
     )
     sizes = LatentSizes(HIDDEN, form.query_latent, PLAIN, VALUE)
+    return kind(site, spec, sizes, form.interleaved, form.bias)
+
+
+def built(
+    form: Form,
+    name: str = "native",
+    kernels: dict[str, str] | None = None,
+    mlp: Callable[[Site], nn.Module] | None = None,
+    attention: type[LatentAttention] = LatentAttention,
+) -> Any:
+    """Build a block; its weights are the same for every implementation."""
+    layers = {"rms_norm": "standard", "decoder_block": name, "gated_mlp": "native"}
+    config = Config(layers=layers, kernels={**KERNELS, **(kernels or {})})
+    site = Site(Resolver(current_registry(), place().device, config), "block", form.dtype)
     block = DecoderBlock(
         site,
         HIDDEN,
         EPS,
-        lambda at: attention(at, spec, sizes, form.interleaved, form.bias),
+        lambda at: attention_of(at, form, attention),
         mlp or (lambda at: GatedMLP(at, HIDDEN, INNER, "silu")),
     )
     generator = torch.Generator().manual_seed(1)

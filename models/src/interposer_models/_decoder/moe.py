@@ -29,7 +29,8 @@ from interposer_ops.experts import grouped_topk
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.moe.dispatcher import LocalDispatcher
-from interposer_ops.layers.moe.router import Router
+from interposer_ops.layers.moe.parts import MoEParts
+from interposer_ops.layers.moe.router import Router, Routing
 from interposer_ops.layers.moe.sequential_experts import ExpertLoop, note_sequential
 from interposer_ops.layers.moe.sharded_experts import shard_experts
 from interposer_ops.linear import grouped_linear
@@ -63,6 +64,10 @@ class MixtureMLP(nn.Module):
         """Return the weighted sum of the chosen experts, ``[T, H]``."""
         weights, expert_ids = self.router(x)
         return self.experts(x, weights, expert_ids)  # type: ignore[no-any-return]
+
+    def moe_parts(self) -> MoEParts | None:
+        """Return the parts for a fused call; None for a subclass, which may compute otherwise."""
+        return MoEParts(self.router, self.experts) if type(self) is MixtureMLP else None
 
 
 class MixtureFamily(DecoderFamily):
@@ -175,7 +180,6 @@ class GroupedRouter(Router):
             # The checkpoint's name is not the parameter's path in this module tree.
             bias.stored_as = stored_as  # type: ignore[attr-defined]
         self.e_score_correction_bias = bias
-        self.prepared_bias: Tensor | None = None
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
         """Bind the kernel of the op ``grouped_topk`` for this router."""
@@ -196,6 +200,21 @@ class GroupedRouter(Router):
         bias = self.e_score_correction_bias
         flat = None if bias is None else bias.data.flatten()  # some checkpoints store [1, E]
         self.prepared_bias = self.grouped.prepared(bias=flat)["bias"]
+
+    def routing(self) -> Routing | None:
+        """Return how experts are chosen; None for a subclass, which may choose otherwise."""
+        if type(self) is not GroupedRouter:
+            return None
+        grouping = self.grouping
+        return Routing(
+            self.grouped.function,
+            self.top_k,
+            grouping.renormalize,
+            grouping.num_groups,
+            grouping.top_groups,
+            grouping.scoring,
+            grouping.scale,
+        )
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for the logits ``[T, E]``; return weights and ids ``[T, K]``."""
@@ -236,6 +255,12 @@ class GroupedMoE(nn.Module):
         """Return the weighted sum of the chosen experts plus the shared expert, ``[T, H]``."""
         routed: Tensor = self.experts(x, *self.router(x))
         return routed if self.shared is None else routed + self.shared(x)
+
+    def moe_parts(self) -> MoEParts | None:
+        """Return the parts for a fused call; None for a subclass, which may compute otherwise."""
+        if type(self) is not GroupedMoE:
+            return None
+        return MoEParts(self.router, self.experts, self.shared)
 
 
 class GroupedFamily(MixtureFamily):

@@ -16,6 +16,7 @@ from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.moe import MixtureFamily, MixtureMLP, count_of_experts
 from interposer_models._decoder.settings import Epsilon, FieldError, Positive
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.moe.parts import MoEParts
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
@@ -78,6 +79,11 @@ class SharedExpertMoE(MixtureMLP):
     def forward(self, x: Tensor) -> Tensor:
         shared: Tensor = self.shared_mlp(x)
         return super().forward(x) + shared
+
+    def moe_parts(self) -> MoEParts | None:
+        if type(self) is not SharedExpertMoE:
+            return None
+        return MoEParts(self.router, self.experts, self.shared_mlp)
 
 
 class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):

@@ -20,6 +20,7 @@ from interposer_models._decoder.moe import MixtureMLP, SparseFamily, count_of_ex
 from interposer_models._decoder.settings import Positive
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.moe.parts import MoEParts
 from interposer_ops.layers.self_attention import SelfAttention
 
 
@@ -73,6 +74,12 @@ class GatedSharedExpertMoE(MixtureMLP):
         # The gate is one number per token.
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x) + shared
+
+    def moe_parts(self) -> MoEParts | None:
+        if type(self) is not GatedSharedExpertMoE:
+            return None
+        shared = self.shared_expert, self.shared_expert_gate
+        return MoEParts(self.router, self.experts, *shared)
 
 
 class Qwen2Moe(SparseFamily, Qwen2):

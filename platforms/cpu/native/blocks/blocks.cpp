@@ -6,6 +6,8 @@
 #include "../linear/batched.h"
 #include "../pool.h"
 #include "../vectors.h"
+#include "factor.h"
+#include "moe.h"
 
 namespace {
 
@@ -14,56 +16,6 @@ constexpr int64_t kMostRows = 256;
 
 // Order of projections in `codings`, `scales` and `low_rank`.
 enum Place { kHeads, kOutput, kGateUp, kDown };
-
-char* moved(void* data, int32_t type, int64_t elements) {
-  return static_cast<char*>(data) + elements * size_of(type);
-}
-
-const char* moved(const void* data, int32_t type, int64_t elements) {
-  return static_cast<const char*>(data) + elements * size_of(type);
-}
-
-// Compute a matmul with a contiguous result.
-int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, int64_t rows,
-                 int64_t x_stride, void* out, int32_t out_type) {
-  const int64_t inputs = factor.weight->inputs;
-  interposer_product product = {};
-  product.weight = factor.weight;
-  product.x = x;
-  product.x_type = type;
-  product.rows = rows;
-  product.x_stride = x_stride;
-  product.out = out;
-  product.out_type = out_type;
-  product.out_stride = factor.weight->outputs;
-  if (factor.coding.type != kNone) {
-    const int32_t codes = factor.coding.type == kInt8 ? kInt8 : kBFloat16;
-    const int64_t group = factor.coding.group ? factor.coding.group : inputs;
-    const int64_t groups = inputs / group;
-    if (groups * group != inputs) return kMismatch;
-    const int64_t bytes = round_up(rows * inputs * size_of(codes), 64);
-    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * groups * 4));
-    if (memory == nullptr) return kNoMemory;
-    interposer_coded coded = {};
-    coded.x = x;
-    coded.codes = memory;
-    coded.scales = reinterpret_cast<float*>(memory + bytes);
-    coded.given = factor.scale;
-    coded.type = type;
-    coded.code_type = codes;
-    coded.limit = static_cast<float>(factor.coding.limit);
-    coded.powers = static_cast<int32_t>(factor.coding.powers);
-    coded.rows = {rows, groups, group, x_stride, group};
-    const int32_t failure = interposer_code(&coded);
-    if (failure) return failure;
-    product.x = memory;
-    product.x_type = codes;
-    product.x_stride = inputs;
-    product.x_scales = factor.scale ? factor.scale : coded.scales;
-    product.x_scale_stride = factor.scale ? 0 : groups;
-  }
-  return interposer_linear(&product);
-}
 
 // Compute a matmul and add the LoRA of the rows.
 int32_t multiply(const interposer_factor& factor, const interposer_addition& added, int64_t first,
@@ -493,10 +445,15 @@ int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves)
                      type);
   if (failure) return failure;
 
-  void* normalised = call.gate_up ? mixed : call.out;
+  void* normalised = call.gate_up || call.moe ? mixed : call.out;
   failure = normalise(call, call.post_weight, block.post_eps, projected,
                       block.summands & kOutputSummand, stream, call.total, normalised, rows);
-  if (failure || call.gate_up == nullptr) return failure;
+  if (failure) return failure;
+  if (call.moe) {
+    const interposer_moe_call last = {call.moe, normalised, call.out, type, rows, hidden};
+    return interposer_moe(&last);
+  }
+  if (call.gate_up == nullptr) return kDone;
 
   interposer_mlp_call last = {};
   last.gate_up = factor_of(call, call.gate_up, kGateUp);

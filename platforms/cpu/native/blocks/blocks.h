@@ -18,6 +18,8 @@ enum interposer_summand : int64_t { kOutputSummand = 1, kDownSummand = 2 };
 
 extern "C" {
 
+struct interposer_moe_weights;
+
 // Quantization of rows before a matmul, as in interposer_coded; 8-bit floats are stored as
 // bfloat16. All fields are 64-bit words.
 struct interposer_coding {
@@ -107,7 +109,7 @@ struct interposer_latent_call {
 //
 //   stream = x + residual, or the residual alone, which is then x in float32
 //   total = stream + output(attention(heads(norm(stream)))), of the `chosen` rows if given
-//   out = mlp(norm(total)), or norm(total) without gate_up
+//   out = mlp(norm(total)), or moe(norm(total)), or norm(total) without gate_up and moe
 //
 // Summands are summed over the ranks before they are added to the residual.
 //
@@ -136,6 +138,7 @@ struct interposer_block_call {
   float* total;  // of the same rows
   interposer_communicator* ranks;  // null after close, or without summands
   const interposer_latent_call* latent;  // null for attention of other kinds
+  const interposer_moe_weights* moe;     // of an MoE layer, as in moe.h, or null
 };
 
 // Each returns 0 or an error code: kLost or more if a rank was lost.

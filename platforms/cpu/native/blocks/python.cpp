@@ -113,9 +113,9 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 // values, stride of these scales; addresses of x and the residual, whether x is added; rows;
 // address and number of the chosen rows, -1 for all; addresses of the result and of the new
 // residual; LoRA addresses of the four matmuls, or 0, and addresses of the adapter ids of all rows
-// and of the chosen rows; addresses of the communicator and of an interposer_latent_call, or 0.
-// Returns 0 or an interposer_lost.
-constexpr Py_ssize_t kBlockWords = 39;
+// and of the chosen rows; addresses of the communicator, of an interposer_latent_call and of an
+// interposer_moe_weights, or 0. Returns 0 or an interposer_lost.
+constexpr Py_ssize_t kBlockWords = 40;
 interposer_block_call block_call(const int64_t* value) {
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -153,6 +153,7 @@ interposer_block_call block_call(const int64_t* value) {
   call.chosen_ids = address<const int64_t>(*value++);
   call.ranks = address<interposer_communicator>(*value++);
   call.latent = address<const interposer_latent_call>(*value++);
+  call.moe = address<const interposer_moe_weights>(*value++);
   return call;
 }
 

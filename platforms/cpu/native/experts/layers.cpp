@@ -98,7 +98,7 @@ int32_t run(Job& job) {
 
   const int64_t returned_bytes = round_up(job.num_rows * job.hidden * 4, 64);
   char* rows = static_cast<char*>(
-      interposer_scratch(kForLayers, returned_bytes + job.num_rows * job.hidden * size + 64));
+      interposer_scratch(kForExperts, returned_bytes + job.num_rows * job.hidden * size + 64));
   if (rows == nullptr) return kNoMemory;
   job.returned = reinterpret_cast<float*>(rows);
   job.x = rows + returned_bytes;

@@ -28,6 +28,7 @@ from interposer_cpu._kernels.decoder_run import DecoderRun
 from interposer_cpu._kernels.fusion import UNQUANTIZED, input_quantization, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu._kernels.latent_block import LatentHalf
+from interposer_cpu._kernels.moe_half import MoEHalf
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
@@ -40,12 +41,19 @@ _BLOCK_STRUCT = struct.Struct("=23q3dq")
 _NO_LORA = LoraArguments((0, 0), None)
 
 
+class _NoProjection:
+    """Stands for the projections of an MLP in a block without a fused MLP; its address is 0."""
+
+    kernel = None
+    operands = ((torch.empty(0),),)
+
+
 @final
 class NativeDecoderBlock(DecoderBlock):
     """Decoder block in one fused call; the MLP is called separately if it cannot be fused.
 
-    The attention is a ``NativeSelfAttention``, or latent attention (MLA). An MoE layer or an MLP
-    with undeclared kernels cannot be fused. Weights are looked up at every
+    The attention is a ``NativeSelfAttention``, or latent attention (MLA). In place of the MLP, the
+    block can have an MoE layer, see ``MoEHalf``. Weights are looked up at every
     call, so that exchanged weights are used and old ones are freed. With tensor parallelism, the
     call includes the all-reduces through shared memory.
     """
@@ -79,6 +87,7 @@ class NativeDecoderBlock(DecoderBlock):
             and mlp_layer.is_fusable
             and reduce_in_shared_memory(mixer.o_proj, mlp_layer.down_proj)
         )
+        self.moe = MoEHalf.of(mlp_layer, site.dtype) if self.is_fusable else None
         # A tuple attribute is read faster than submodules of nn.Module.
         self._parts: Any = ()
         mixers: tuple[Any, ...] = ()
@@ -96,7 +105,7 @@ class NativeDecoderBlock(DecoderBlock):
             self._parts = (projection, mixer.o_proj, *norms, mixer.attn)
             mixers += (*norms, mixer.attn, mixer, mixer.rotary)
         projections = (mlp_layer.gate_up_proj, mlp_layer.down_proj) if self.takes_mlp else ()
-        self._mlp_parts: Any = projections
+        self._mlp_parts: Any = projections or (_NoProjection, _NoProjection)
         mlp_others = (mlp_layer, mlp_layer.activation) if self.takes_mlp else ()
         self._hooks = _hooks((*self._parts[:2], *further_projections), mixers)
         self._mlp_hooks = _hooks(projections, mlp_others)
@@ -119,13 +128,8 @@ class NativeDecoderBlock(DecoderBlock):
         if not self.is_fusable or is_compiling() or (lora := self._hooks.lora()) is None:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
         projection, output, norm, query_norm, key_norm, post_norm, attn = self._parts
-        kernels: tuple[Any, ...]
-        if self.takes_mlp:
-            up, down = self._mlp_parts
-            kernels = (projection.kernel, output.kernel, up.kernel, down.kernel)
-        else:
-            up = down = None
-            kernels = (projection.kernel, output.kernel)
+        up, down = self._mlp_parts
+        kernels = (projection.kernel, output.kernel, up.kernel, down.kernel)
         fused_call = self.bound(kernels, cos)
         if (
             fused_call.address is None
@@ -165,7 +169,8 @@ class NativeDecoderBlock(DecoderBlock):
         out = torch.empty(num_outputs, hidden_size, dtype=x.dtype)
         total = torch.empty(num_outputs, hidden_size, dtype=FLOAT32)
         mlp_lora = self._mlp_hooks.lora() if fused_call.is_whole else None
-        is_whole = mlp_lora is not None
+        has_mlp = mlp_lora is not None
+        moe = None if self.moe is None else self.moe.address()
         if mlp_lora is None:
             mlp_lora = _NO_LORA  # self.mlp is called below and runs its own hooks
         adapter_source = lora if lora.hook is not None else mlp_lora
@@ -173,8 +178,8 @@ class NativeDecoderBlock(DecoderBlock):
             fused_call.address,
             projection.operands[0][0].data_ptr(),
             output.operands[0][0].data_ptr(),
-            up.operands[0][0].data_ptr() if is_whole else 0,
-            down.operands[0][0].data_ptr() if is_whole else 0,
+            up.operands[0][0].data_ptr() if has_mlp else 0,
+            down.operands[0][0].data_ptr() if has_mlp else 0,
             *fused_call.input_scales((projection, output, up, down)),
             # constants[0] belongs to rms_norm, constants[1] to fused_add_rms_norm
             norm.constants[1 if is_added else 0].data_ptr(),
@@ -199,19 +204,28 @@ class NativeDecoderBlock(DecoderBlock):
             adapter_source.ids(num_outputs),
             self.all_reduce.address,
             0 if latent_call is None else latent_call.buffer_info()[0],
+            moe or 0,
         )
         self.all_reduce.check(lost)
-        return (out if is_whole else self.mlp(out)), total
+        return (out if has_mlp or moe else self.mlp(out)), total
 
     @classmethod
     def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
         """Join consecutive blocks into one call; None if a block cannot be fused completely."""
-        fusable = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
-        fusable = [block for block in fusable if block.latent is None]
+        fusable = [
+            block
+            for block in blocks
+            if isinstance(block, cls)
+            and block.latent is None
+            and (block.takes_mlp or block.moe is not None)
+        ]
         return DecoderRun(fusable) if len(fusable) == len(blocks) else None
 
     def parts(self) -> tuple[Any, ...]:
-        """List the parts: four projections, four norms (a norm can be None), the attention."""
+        """List the parts: four projections, four norms (a norm can be None), the attention.
+
+        A block with an MoE layer has no third and fourth projection: their addresses are 0.
+        """
         projection, output, *norms, attn = self._parts
         return projection, output, *self._mlp_parts, *norms, attn
 
@@ -232,8 +246,8 @@ class NativeDecoderBlock(DecoderBlock):
         if None in declared[:2]:
             return BoundBlock(kernels, False, None)
         is_whole = self.takes_mlp and None not in declared
-        # The struct always has four quantizations; a separate MLP leaves the last two unused.
-        quantizations = [q or UNQUANTIZED for q in (*declared, None, None)][:4]
+        # Without a fused MLP, the last two quantizations are not used.
+        quantizations = [q or UNQUANTIZED for q in declared]
         fields = [field for quantization in quantizations for field in quantization.fields]
         statics = tuple(quantization.is_static for quantization in quantizations)
         mlp: Any = self.mlp

@@ -24,7 +24,7 @@ from interposer_cpu.native import library
 
 # Number of arguments of the library's decoder_block. The table has one row of arguments per block,
 # and the indices below follow the order of arguments in NativeDecoderBlock.forward.
-_NUM_ARGUMENTS = 39
+_NUM_ARGUMENTS = 40
 _NUM_PROJECTIONS, _NUM_NORMS = 4, 4
 
 # Kernels of all projections, fused calls of the blocks, and a table of the constant arguments.
@@ -47,6 +47,7 @@ class DecoderRun:
             block_parts[_NUM_PROJECTIONS : _NUM_PROJECTIONS + _NUM_NORMS] for block_parts in parts
         ]
         self.attentions = [block_parts[-1] for block_parts in parts]
+        self.moes = [(i, block.moe) for i, block in enumerate(blocks) if block.moe is not None]
         hooks = [ForwardHooks(blocks).dicts, *(block.hooks() for block in blocks)]
         # Deduplicated: the global hooks of torch are in every list.
         self.hooks = tuple({id(d): d for dicts in hooks for d in dicts}.values())
@@ -93,6 +94,9 @@ class DecoderRun:
             or not all(map(_are_plain, {id(pair): pair for pair in angles}.values()))
         ):
             return None
+        moes = [(index, moe.address()) for index, moe in self.moes]
+        if any(address is None for _, address in moes):
+            return None
         length = len(self.blocks)
         num_outputs = count if rows is None else rows.shape[0]
         residual = x.to(FLOAT32)
@@ -106,6 +110,8 @@ class DecoderRun:
         # A copy: entries that a call does not set keep the values of the template.
         table = template[:]
         self._write_weights(table, bounds)
+        for index, address in moes:
+            table[index * _NUM_ARGUMENTS + 39] = address
         tables = [(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]  # type: ignore[union-attr]
         strides = [cache.stride() for cache in caches]
         sizes = [cache.itemsize for cache in caches]
@@ -163,7 +169,8 @@ class DecoderRun:
         for index, block in enumerate(self.blocks):
             block_kernels = tuple(kernels[index * _NUM_PROJECTIONS :][:_NUM_PROJECTIONS])
             fused_call = block.bound(block_kernels, angles[index][0])
-            if fused_call.address is None or not fused_call.is_whole:
+            is_whole = fused_call.is_whole or block.moe is not None
+            if fused_call.address is None or not is_whole:
                 return kernels, [], array("q")
             bounds.append(fused_call)
             table[index * _NUM_ARGUMENTS] = fused_call.address

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.compiler import is_compiling
 
 from interposer import ExpertsSpec, Site
-from interposer_cpu._kernels.experts import routed_rows
-from interposer_cpu._kernels.fusion import ForwardHooks, activation_number, input_quantization
+from interposer_cpu._kernels.experts import EXPERT_ACTIVATIONS, routed_rows
+from interposer_cpu._kernels.fusion import (
+    UNQUANTIZED,
+    ForwardHooks,
+    activation_number,
+    input_quantization,
+    is_declared,
+)
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.linear import Linear, MergedLinear
@@ -23,6 +29,22 @@ from interposer_ops.layers.moe.experts import ExpertActivation, Experts
 from interposer_ops.layers.moe.sequential_experts import ExpertLoop
 
 _LAYERS = (Linear, MergedLinear)
+
+
+class ExpertWeights(NamedTuple):
+    """Arguments of routed experts in the fused call of a decoder block.
+
+    Attributes:
+        owner: owns the memory of the address; the arguments are valid while it stays the same.
+        is_mixture: ``owner`` is the packed weight of a fused-experts kernel; False: a table of the
+            addresses of all experts' layers.
+        fields: fields of the input quantizations of the first and the second projection.
+    """
+
+    owner: torch.Tensor
+    is_mixture: bool
+    activation: int
+    fields: tuple[int, ...] = (*UNQUANTIZED.fields, *UNQUANTIZED.fields)
 
 
 @final
@@ -45,6 +67,19 @@ class NativeExperts(Experts):
         self._fused = None
         if self.dispatcher is None and type(self.kernel) is ExpertLoop:
             self._fused = _FusedExperts.of(self.kernel, self.operands[0])
+
+    def weights(self) -> ExpertWeights | None:
+        """Return the arguments of a fused call; None if the layer must be called."""
+        fused = self._fused
+        if fused is not None:
+            if any(fused.hooks.dicts) or (table := fused.table()) is None:
+                return None
+            return ExpertWeights(table, False, fused.activation, fused.fields)
+        number = EXPERT_ACTIVATIONS.get(self.spec.activation)
+        is_supported = self.dispatcher is None and is_declared(self.kernel, "fused_experts")
+        if not is_supported or number is None:
+            return None
+        return ExpertWeights(self.operands[0], True, number)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor

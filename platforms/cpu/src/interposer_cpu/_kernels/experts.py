@@ -18,6 +18,7 @@ import torch
 from interposer import Request, Verdict
 from interposer.errors import RequestError
 from interposer_cpu import native
+from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu._kernels.packing import (
     PLAIN_FORMATS,
@@ -27,7 +28,9 @@ from interposer_cpu._kernels.packing import (
 )
 from interposer_ops.devices import host_memory
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
+EXPERT_ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
+"""Activations of fused experts, as in the library."""
+
 _INT32 = torch.int32
 
 # Bytes of the header that precedes the packed experts.
@@ -36,6 +39,7 @@ _HEADER = 64
 _WORD = 8
 
 
+@fused("fused_experts")
 def fused_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -50,6 +54,7 @@ def fused_experts(
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
+@fused("fused_experts")
 def fused_experts_w4a16(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -64,6 +69,7 @@ def fused_experts_w4a16(
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
+@fused("fused_experts")
 def fused_experts_mxfp4(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -80,6 +86,7 @@ def fused_experts_mxfp4(
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
+@fused("fused_experts")
 def fused_experts_fp8(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -220,7 +227,7 @@ def _run_experts(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    number = _ACTIVATIONS.get(activation)
+    number = EXPERT_ACTIVATIONS.get(activation)
     if number is None:
         choices = "'silu', 'gelu' or 'swiglu_oai'"
         raise RequestError(f"No activation {activation!r} of experts; try {choices}")

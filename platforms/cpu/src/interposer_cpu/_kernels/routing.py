@@ -8,16 +8,20 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer.errors import RequestError
+from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 
-_SCORINGS = {"softmax": 0, "sigmoid": 1}
+SCORINGS = {"softmax": 0, "sigmoid": 1}
+"""Kinds of scores, as in the library."""
+
 # Bits of the library's op: has a bias, scores are sigmoids, weights sum to 1.
 _BIASED, _SIGMOIDS, _RENORMALISED = 1, 2, 4
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@fused("topk_softmax")
 def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
     """Compute the op ``topk_softmax``: top-k experts, weighted by softmax."""
     # Without groups: one group, which is selected.
@@ -31,6 +35,7 @@ def topk_sigmoid(
     return _route(logits, bias, 1, 1, top_k, 1, renormalize, scale)
 
 
+@fused("grouped_topk")
 def grouped_topk(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -42,7 +47,7 @@ def grouped_topk(
     scale: float,
 ) -> Pair:
     """Compute the op ``grouped_topk``: the best groups of experts, then experts in these groups."""
-    number = _SCORINGS.get(scoring)
+    number = SCORINGS.get(scoring)
     if number is None:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
     return _route(logits, bias, num_groups, top_groups, top_k, number, renormalize, scale)
