@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from platforms.cpu.tests import test_native_latent_block as latent
-from platforms.cpu.tests.block_checks import assert_same
+from platforms.cpu.tests.block_checks import assert_same, counted
 from platforms.cpu.tests.test_native_decoder_block import EPS, HIDDEN, KERNELS, Form, Steps
 from torch import nn
 
@@ -207,8 +207,7 @@ def test_watched_parts_of_an_moe_layer_are_called(part: str, way: str) -> None:
     if way == "hook":
         handle = watched.register_forward_hook(lambda *_: recorded.append(1))
     else:
-        forward = watched.forward
-        watched.forward = lambda *inputs: recorded.append(1) or forward(*inputs)
+        recorded = counted(watched)
     steps.run(block)
     assert recorded == [1]
     if way == "hook":
@@ -259,17 +258,30 @@ def test_exchanged_weights_of_an_moe_layer_are_used(
         before = actual
 
 
-def test_a_copied_block_with_an_moe_layer_uses_its_own_weights() -> None:
-    block, steps = built(GATED), Steps(Form(), STEPS["decode"])
+@pytest.mark.parametrize("settings", [None, FORMATS["int8"]], ids=["plain", "int8"])
+def test_a_copied_block_with_an_moe_layer_uses_its_own_weights(
+    settings: dict[str, Any] | None,
+) -> None:
+    block, steps = built(GATED, settings=settings), Steps(Form(), STEPS["decode"])
     expected = steps.run(block)
     other = copy.deepcopy(block)
+    for tensor in _operand_tensors(block.mlp.experts):
+        tensor.zero_()  # the copy still refers to weights of its own
     assert_same(steps.run(other), expected)
     recorded: list[int] = []
     other.mlp.router.register_forward_hook(lambda *_: recorded.append(1))
-    steps.run(block)
+    steps.run(built(GATED, settings=settings))
     assert recorded == []
     steps.run(other)
     assert recorded == [1]
+
+
+def _operand_tensors(layer: Any) -> list[torch.Tensor]:
+    """List the packed weights of a layer of experts."""
+    pairs = layer.operands[0]
+    if isinstance(pairs, torch.Tensor):
+        return [pairs]
+    return [projection.operands[0][0] for pair in pairs for projection in pair]
 
 
 def test_moe_weights_of_other_sizes_are_refused() -> None:
@@ -280,7 +292,7 @@ def test_moe_weights_of_other_sizes_are_refused() -> None:
         steps.run(block)
 
 
-def joined(blocks: list[Any], steps: Steps, rows: torch.Tensor | None) -> Any:
+def joined(blocks: list[Any], steps: Any, rows: torch.Tensor | None) -> Any:
     """Run consecutive blocks in one call; None if they must be called one by one."""
     run = NativeDecoderBlock.joined(blocks)
     if run is None:
@@ -294,7 +306,7 @@ def joined(blocks: list[Any], steps: Steps, rows: torch.Tensor | None) -> Any:
         return run(steps.x.clone(), [steps.tables] * len(blocks), caches, plans, rows)
 
 
-def one_by_one(blocks: list[Any], steps: Steps, rows: torch.Tensor | None) -> Any:
+def one_by_one(blocks: list[Any], steps: Any, rows: torch.Tensor | None) -> Any:
     """Run consecutive blocks in a call each."""
     x, residual = steps.x.clone(), None
     for index, block in enumerate(blocks):
@@ -318,6 +330,17 @@ def test_blocks_with_moe_layers_and_mlps_are_one_call(
     actual = joined(blocks, steps, rows)
     assert calls == []
     assert_same(actual, one_by_one(blocks, steps, rows))
+
+
+def test_latent_blocks_are_one_call(calls: list[int]) -> None:
+    form = latent.Form(torch.bfloat16, query_latent=40)
+    layers = [None, "groups", GATED]
+    blocks = [built(kind, attention=lambda at: latent.attention_of(at, form)) for kind in layers]
+    steps, rows = latent.Steps(form, ((0, 1), (0, 33))), torch.tensor([33])
+    actual = joined(blocks, steps, rows)
+    assert calls == []
+    assert_same(actual, one_by_one(blocks, steps, rows))
+    assert joined(blocks, latent.Steps(form, ((0, 65),)), None) is None
 
 
 def test_blocks_are_called_one_by_one_while_an_moe_layer_is_watched() -> None:

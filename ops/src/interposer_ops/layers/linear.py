@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,21 @@ class PlainLinear(LinearMethod):
 
 
 class Linear(PluggableLayer):
-    """Linear layer; the checkpoint's quantization scheme decides how the weights are stored."""
+    """Linear layer; the checkpoint's quantization scheme decides how the weights are stored.
+
+    Attributes:
+        exchanges: number of assignments to ``kernel`` or ``operands`` of any linear layer so far.
+            While it does not change, weights that were looked up before are current.
+    """
 
     layer_id = "linear"
+    exchanges: ClassVar[int] = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and count it if it exchanges the weights."""
+        if name in ("kernel", "operands"):
+            Linear.exchanges += 1
+        super().__setattr__(name, value)
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(site)

@@ -215,9 +215,7 @@ class NativeDecoderBlock(DecoderBlock):
         fusable = [
             block
             for block in blocks
-            if isinstance(block, cls)
-            and block.latent is None
-            and (block.takes_mlp or block.moe is not None)
+            if isinstance(block, cls) and (block.takes_mlp or block.moe is not None)
         ]
         return DecoderRun(fusable) if len(fusable) == len(blocks) else None
 

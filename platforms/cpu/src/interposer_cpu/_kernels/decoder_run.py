@@ -47,6 +47,7 @@ class DecoderRun:
             block_parts[_NUM_PROJECTIONS : _NUM_PROJECTIONS + _NUM_NORMS] for block_parts in parts
         ]
         self.attentions = [block_parts[-1] for block_parts in parts]
+        self.latents = [(i, block.latent) for i, block in enumerate(blocks) if block.latent]
         self.moes = [(i, block.moe) for i, block in enumerate(blocks) if block.moe is not None]
         hooks = [ForwardHooks(blocks).dicts, *(block.hooks() for block in blocks)]
         # Deduplicated: the global hooks of torch are in every list.
@@ -90,12 +91,16 @@ class DecoderRun:
             or x.dtype is not first.dtype
             or not x.is_contiguous()
             or not (rows is None or (rows.is_contiguous() and rows.dtype is torch.int64))
-            or not all(type(plan) is Plan for plan in plans)
+            or sum(type(plan) is Plan for plan in plans) + len(self.latents) < len(plans)
             or not all(map(_are_plain, {id(pair): pair for pair in angles}.values()))
         ):
             return None
-        moes = [(index, moe.address()) for index, moe in self.moes]
-        if any(address is None for _, address in moes):
+        latents = []
+        for index, latent in self.latents:
+            no_lora = (0,) * len(latent.others)
+            latents.append(latent.arguments(caches[index], plans[index], count, no_lora))
+        moes = [moe.address() for _, moe in self.moes]
+        if None in latents or None in moes:
             return None
         length = len(self.blocks)
         num_outputs = count if rows is None else rows.shape[0]
@@ -110,7 +115,9 @@ class DecoderRun:
         # A copy: entries that a call does not set keep the values of the template.
         table = template[:]
         self._write_weights(table, bounds)
-        for index, address in moes:
+        for (index, _), latent_call in zip(self.latents, latents, strict=True):
+            table[index * _NUM_ARGUMENTS + 38] = latent_call.buffer_info()[0]
+        for (index, _), address in zip(self.moes, moes, strict=True):
             table[index * _NUM_ARGUMENTS + 39] = address
         tables = [(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]  # type: ignore[union-attr]
         strides = [cache.stride() for cache in caches]
@@ -118,7 +125,7 @@ class DecoderRun:
         for index, column in (
             (13, [cos for cos, _ in tables]),
             (14, [sin for _, sin in tables]),
-            (15, [plan.address for plan in plans]),  # type: ignore[attr-defined]
+            (15, [plan.address if type(plan) is Plan else 0 for plan in plans]),
             (16, [cache.data_ptr() for cache in caches]),
             (17, [stride[0] * size for stride, size in zip(strides, sizes, strict=True)]),
             (18, [stride[1] * size for stride, size in zip(strides, sizes, strict=True)]),

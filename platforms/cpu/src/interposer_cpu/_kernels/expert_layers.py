@@ -72,7 +72,7 @@ class NativeExperts(Experts):
         """Return the arguments of a fused call; None if the layer must be called."""
         fused = self._fused
         if fused is not None:
-            if any(fused.hooks.dicts) or (table := fused.table()) is None:
+            if not fused.hooks.is_empty() or (table := fused.table()) is None:
                 return None
             return ExpertWeights(table, False, fused.activation, fused.fields)
         number = EXPERT_ACTIVATIONS.get(self.spec.activation)
@@ -97,7 +97,7 @@ class NativeExperts(Experts):
             or is_compiling()
             or x.dtype not in TYPES
             or weights.dtype is not FLOAT32
-            or any(fused.hooks.dicts)
+            or not fused.hooks.is_empty()
             or (table := fused.table()) is None
         ):
             return super().forward(x, weights, expert_ids)
@@ -134,8 +134,13 @@ class _FusedExperts:
         self.layers, self.activation = layers, activation
         self.hooks = ForwardHooks(layers)
         self.fields: tuple[int, ...] = ()
+        self._exchanges = -1  # value of Linear.exchanges when the table was read
         self._operands: list[Any] = []
         self._table: torch.Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[_FusedExperts], tuple[list[Any], int]]:
+        """Rebuild the object from the copied layers when a layer is copied."""
+        return _FusedExperts, (self.layers, self.activation)
 
     @classmethod
     def of(cls, loop: ExpertLoop, pairs: tuple[Any, ...]) -> _FusedExperts | None:
@@ -150,9 +155,12 @@ class _FusedExperts:
     def table(self) -> torch.Tensor | None:
         """Return packed weights' addresses, int64 ``[E, 2]``; None if a kernel is unsupported.
 
-        The operands are compared at every call, as weights can be exchanged without any notice to
-        this layer.
+        Weights can be exchanged without any notice to this layer, so the operands are compared
+        after each exchange anywhere.
         """
+        if self._exchanges == Linear.exchanges:
+            return self._table
+        self._exchanges = Linear.exchanges
         operands = [layer.operands for layer in self.layers]
         is_current = len(operands) == len(self._operands)
         if not is_current or not all(map(operator.is_, operands, self._operands)):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules import module as every_module
+from torch.utils.hooks import RemovableHandle
 
 from interposer_cpu._kernels.interface import CODE_TYPES, float64_bits
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
@@ -185,7 +186,7 @@ class ForwardHooks:
         dicts: hook dictionaries; all are empty without hooks.
     """
 
-    __slots__ = ("before", "dicts", "modules")
+    __slots__ = ("_handles", "before", "dicts", "modules")
 
     def __init__(self, modules: Iterable[nn.Module], before: Iterable[nn.Module] = ()) -> None:
         """Watch all forward hooks of ``modules`` and the pre-hooks of the modules ``before``."""
@@ -197,6 +198,19 @@ class ForwardHooks:
             every_module._global_forward_pre_hooks,
             *hooks,
         )
+        self._handles = -1  # number of torch's hook handles when no dictionary had an entry
+
+    def is_empty(self) -> bool:
+        """Check that there is no hook, at no cost if no hook was registered since the last check.
+
+        An MoE layer has hundreds of dictionaries, which are seldom in the CPU caches.
+        """
+        handles = RemovableHandle.next_id
+        if self._handles != handles:
+            if any(self.dicts):
+                return False
+            self._handles = handles
+        return True
 
     def __reduce__(self) -> tuple[type[ForwardHooks], tuple[tuple[nn.Module, ...], ...]]:
         """Rebuild the object from the copied modules when a layer is copied."""

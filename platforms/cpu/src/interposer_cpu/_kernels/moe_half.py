@@ -78,7 +78,7 @@ class MoEHalf:
 
     def address(self) -> int | None:
         """Return the address of an interposer_moe_weights; None if the layer must be called."""
-        if any(self._hooks.dicts) or any("forward" in d for d in self._instances):
+        if not self._hooks.is_empty() or any("forward" in d for d in self._instances):
             return None
         experts: Any = self.parts.experts
         weights = experts.weights()
