@@ -35,9 +35,9 @@ class ExpertWeights(NamedTuple):
     """Arguments of routed experts in the fused call of a decoder block.
 
     Attributes:
-        owner: owns the memory of the address; the arguments are valid while it stays the same.
-        is_mixture: ``owner`` is the packed weight of a fused-experts kernel; False: a table of the
-            addresses of all experts' layers.
+        owner: the packed weight of a fused-experts kernel, or a table of the addresses of all
+            experts' layers, int64 ``[E, 2]``.
+        is_mixture: ``owner`` is a packed weight.
         fields: fields of the input quantizations of the first and the second projection.
     """
 

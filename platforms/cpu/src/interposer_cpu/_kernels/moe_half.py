@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from typing import Any
 
@@ -10,12 +9,12 @@ import torch
 from torch import nn
 
 from interposer_cpu._kernels.blocks import NativeGatedMLP
-from interposer_cpu._kernels.expert_layers import NativeExperts
+from interposer_cpu._kernels.expert_layers import ExpertWeights, NativeExperts
 from interposer_cpu._kernels.fusion import (
     UNQUANTIZED,
     ForwardHooks,
     InputQuantization,
-    input_quantization,
+    InputQuantizations,
     is_declared,
 )
 from interposer_cpu._kernels.interface import FLOAT32, TYPES, float64_bits
@@ -48,8 +47,9 @@ class MoEHalf:
         self._hooks = ForwardHooks(modules)
         # Adapters of experts and tools that watch a layer set ``forward`` on the instance.
         self._instances = [vars(module) for module in modules]
-        # Objects that the struct was built from, and the struct.
-        self._bound: tuple[list[Any], array[int] | None] = ([], None)
+        self._quantizations = InputQuantizations()
+        # Addresses and constants from which the struct was built, and the struct.
+        self._bound: tuple[tuple[Any, ...], array[int]] = ((), array("q"))
 
     @classmethod
     def of(cls, layer: Any, dtype: torch.dtype) -> MoEHalf | None:
@@ -81,49 +81,54 @@ class MoEHalf:
         if not self._hooks.is_empty() or any("forward" in d for d in self._instances):
             return None
         experts: Any = self.parts.experts
-        weights = experts.weights()
-        if weights is None:
+        weights: ExpertWeights | None = experts.weights()
+        kernels = [projection.kernel for projection in self._projections]
+        quantizations = self._quantizations.of(*kernels)
+        if weights is None or None in quantizations:
             return None
-        router = self.parts.router
-        # Exchanging weights replaces these objects, without any notice to this layer.
-        sources = [weights.owner, router.operands, router.prepared_bias]
-        for projection in self._projections:
-            sources += (projection.kernel, projection.operands)
-        known, memory = self._bound
-        if len(sources) != len(known) or not all(map(operator.is_, sources, known)):
-            memory = self._bind(weights)
-            self._bound = sources, memory
-        return None if memory is None else memory.buffer_info()[0]
+        router: Any = self.parts.router
+        bias = router.prepared_bias
+        values = (
+            router.operands[0][0].data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            weights.owner.data_ptr(),
+            weights[1:],
+            *map(_factor_words, self._projections, quantizations),
+        )
+        if values != self._bound[0]:
+            self._bound = values, self._bind(*values)
+        return self._bound[1].buffer_info()[0]
 
-    def _bind(self, weights: Any) -> array[int] | None:
-        """Build the C struct interposer_moe_weights; None if a kernel is unsupported."""
+    def _bind(
+        self, router: int, bias: int, experts: int, form: Any, *factors: tuple[int, ...]
+    ) -> array[int]:
+        """Build the C struct interposer_moe_weights from addresses and constants.
+
+        Args:
+            form: the fields of ``ExpertWeights`` after the owner.
+            factors: words of the projections of the shared expert and its gate.
+        """
+        is_mixture, activation, fields = form
         shared: Any = self.parts.shared
-        quantizations: list[Any] = [input_quantization(p.kernel) for p in self._projections]
-        if None in quantizations:
-            return None
-        pairs = zip(self._projections, quantizations, strict=True)
-        factors = [_factor_words(projection, inputs) for projection, inputs in pairs]
         if shared is None:
-            factors = [_NO_FACTOR, _NO_FACTOR, *factors]
+            factors = (_NO_FACTOR, _NO_FACTOR)
         gate_up, down, gate = (*factors, _NO_FACTOR)[:3]
-        router, routing = self.parts.router, self.routing
-        bias, address = router.prepared_bias, weights.owner.data_ptr()
-        packed_router: Any = router.operands[0]
+        routing = self.routing
         return array(
             "q",
             (
-                packed_router[0].data_ptr(),
-                0 if bias is None else bias.data_ptr(),
+                router,
+                bias,
                 SCORINGS[routing.scoring],
                 routing.renormalize,
                 routing.num_groups,
                 routing.top_groups,
                 routing.top_k,
                 float64_bits(routing.scale),
-                address if weights.is_mixture else 0,
-                0 if weights.is_mixture else address,
-                *weights.fields,
-                weights.activation,
+                experts if is_mixture else 0,
+                0 if is_mixture else experts,
+                *fields,
+                activation,
                 *gate_up,
                 *down,
                 0 if shared is None else shared.activation_number,
