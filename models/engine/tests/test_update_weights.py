@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.conftest import SIZES, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tests.landing import num_examples
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 from interposer import Config
 from interposer.errors import CheckpointError, RequestError
@@ -132,6 +134,30 @@ def two(kind: str, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
         write(tmp_path / str(seed), llama, kind, stored(kind, tensors, seed)) for seed in (1, 2)
     )
     return first, second
+
+
+@pytest.mark.parametrize("method", [None, "int8"])
+def test_experts_whose_memory_is_swapped_are_updated(method: str | None, tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 512,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_checkpoint(Qwen3MoeConfig(**sizes, **experts), first)
+    shutil.copytree(first, second)
+    original = load_file(first / WEIGHTS)
+    other = {name: tensor.flip(0).contiguous() for name, tensor in original.items()}
+    save_file(other, second / WEIGHTS, {"format": "pt"})
+    quantization = None if method is None else {"quant_method": method}
+    options: dict[str, Any] = {"cache_tokens": 64, "quantization": quantization}
+    lm = load(first, **options)
+    unchanged = kept(lm)
+    lm.update_weights(other)
+    assert torch.equal(lm.logits(TOKENS), load(second, **options).logits(TOKENS))
+    lm.update_weights(original)
+    assert unchanged()
 
 
 def operands(lm: LanguageModel) -> dict[str, tuple[Any, ...]]:

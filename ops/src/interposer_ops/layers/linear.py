@@ -43,8 +43,8 @@ class Linear(PluggableLayer):
     """Linear layer; the checkpoint's quantization scheme decides how the weights are stored.
 
     Attributes:
-        exchanges: number of assignments to ``kernel`` or ``operands`` of any linear layer so far.
-            While it does not change, weights that were looked up before are current.
+        exchanges: number of exchanges of any linear layer's weights so far. While it does not
+            change, addresses of weights that were looked up before are current.
     """
 
     layer_id = "linear"
@@ -53,8 +53,13 @@ class Linear(PluggableLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and count it if it exchanges the weights."""
         if name in ("kernel", "operands"):
-            Linear.exchanges += 1
+            Linear.count_exchange()
         super().__setattr__(name, value)
+
+    @staticmethod
+    def count_exchange() -> None:
+        """Count an exchange of weights that no assignment shows, such as of a tensor's memory."""
+        Linear.exchanges += 1
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(site)

@@ -18,6 +18,7 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_engine._checkpoint.tensors import Copy, TensorPlace, plain_copy
 from interposer_ops.devices import host_memory
+from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.tensor_parallel.sharding import Slice
 
 
@@ -138,6 +139,7 @@ class LayerGroup:
 
     def set_states(self, states: Iterable[State]) -> None:
         """Set the layers to states that were recorded after an earlier ``finalize``."""
+        Linear.count_exchange()
         for layer, state in zip(self.layers, states, strict=True):
             vars(layer).update(state)
 
@@ -165,6 +167,7 @@ class LayerGroup:
 
     def reset(self) -> None:
         """Return the layers to their state after construction, on the meta device."""
+        Linear.count_exchange()
         for layer, state in zip(self.layers, self.states({}), strict=True):
             # Attributes that finalizing has added.
             for name in state_of(layer).keys() - state.keys():

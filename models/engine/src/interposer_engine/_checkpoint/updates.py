@@ -17,6 +17,7 @@ import torch
 
 from interposer_engine._checkpoint.layers import LayerGroup, PendingWeights, State
 from interposer_engine._checkpoint.tensors import ExpertNames, TensorPlace
+from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.moe.placement import ExpertPlacement
 from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
 from interposer_ops.quantized_linear import CodedProduct
@@ -64,6 +65,7 @@ class GroupUpdate:
 
     def apply(self) -> None:
         """Replace the group's weights; further calls do nothing."""
+        Linear.count_exchange()
         if self.pairs is None:
             for layer, state in zip(self.group.layers, self.states, strict=True):
                 vars(layer).update(state)

@@ -5,7 +5,6 @@ Dimensions: T tokens, H hidden size, K chosen experts, E experts.
 
 from __future__ import annotations
 
-import operator
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -135,7 +134,6 @@ class _FusedExperts:
         self.hooks = ForwardHooks(layers)
         self.fields: tuple[int, ...] = ()
         self._exchanges = -1  # value of Linear.exchanges when the table was read
-        self._operands: list[Any] = []
         self._table: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type[_FusedExperts], tuple[list[Any], int]]:
@@ -155,17 +153,11 @@ class _FusedExperts:
     def table(self) -> torch.Tensor | None:
         """Return packed weights' addresses, int64 ``[E, 2]``; None if a kernel is unsupported.
 
-        Weights can be exchanged without any notice to this layer, so the operands are compared
+        Weights can be exchanged without any notice to this layer, so the addresses are looked up
         after each exchange anywhere.
         """
-        if self._exchanges == Linear.exchanges:
-            return self._table
-        self._exchanges = Linear.exchanges
-        operands = [layer.operands for layer in self.layers]
-        is_current = len(operands) == len(self._operands)
-        if not is_current or not all(map(operator.is_, operands, self._operands)):
-            self._operands = operands
-            self._table = self._read()
+        if self._exchanges != Linear.exchanges:
+            self._exchanges, self._table = Linear.exchanges, self._read()
         return self._table
 
     def _read(self) -> torch.Tensor | None:
