@@ -44,6 +44,7 @@ class Family:
         names: attributes of the tokenizer, such as ``boi_token``, by text.
         settings: arguments of the processor.
         newlines: the tokenizer has a token for each short run of newlines.
+        pad_token: text of the padding token, which some processors need.
     """
 
     config: Callable[[Mapping[str, int]], Any]
@@ -54,6 +55,7 @@ class Family:
     names: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     newlines: bool = False
+    pad_token: str | None = None
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -346,7 +348,9 @@ def _write_tokenizer(family: Family, path: Path) -> dict[str, int]:
     if family.newlines:
         tokenizer.add_tokens([AddedToken("\n" * n, normalized=False) for n in range(1, 6)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, extra_special_tokens=family.names or None
+        tokenizer_object=tokenizer,
+        extra_special_tokens=family.names or None,
+        pad_token=family.pad_token,
     )
     fast.save_pretrained(path)
     ids: Any = fast.convert_tokens_to_ids(list(family.specials))

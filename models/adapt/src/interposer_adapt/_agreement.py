@@ -9,7 +9,8 @@ Dimensions: T tokens of the prompt, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +130,13 @@ def logits_of(out: Any) -> Tensor:
 
 def perturbed_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor:
     """Return the logits ``[T, V]`` after one additional rounding of the embeddings."""
+    with perturbed_embeddings(model):
+        return plain_logits(model, prompt, device)
+
+
+@contextmanager
+def perturbed_embeddings(model: nn.Module) -> Iterator[None]:
+    """Round the token embeddings of a model once more within a ``with`` block."""
     holder: Any = model
 
     def perturb(_: nn.Module, __: object, out: Tensor) -> Tensor:
@@ -136,7 +144,7 @@ def perturbed_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor
 
     hook = holder.get_input_embeddings().register_forward_hook(perturb)
     try:
-        return plain_logits(model, prompt, device)
+        yield
     finally:
         hook.remove()
 

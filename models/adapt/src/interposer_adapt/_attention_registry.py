@@ -115,13 +115,23 @@ def register_attention() -> Attend:
     return sdpa
 
 
-def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
-    """Return the configurations from which modules of ``model`` select an attention by name."""
+def configs_naming_attention(model: nn.Module, layers: Iterable[str] = ("",)) -> tuple[Any, ...]:
+    """Return the configurations from which modules of ``model`` select an attention by name.
+
+    Args:
+        layers: names of modules; only the configurations of these, of modules in them, and of
+            modules that contain them are returned. Other modules, such as an encoder of images, may
+            run in another thread.
+    """
     from transformers import PretrainedConfig, PreTrainedModel
 
     configs_by_id: dict[int, Any] = {}
     fixed_ids: set[int] = set()
-    for module in model.modules():
+    paths = [f"{layer}." if layer else "" for layer in layers]
+    for name, module in model.named_modules():
+        path = f"{name}." if name else ""
+        if not any(each.startswith(path) or path.startswith(each) for each in paths):
+            continue
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig) and ATTENTION_FIELD in vars(config):
             configs_by_id[id(config)] = config

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
+from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Size, Tensor
+from torch import Size, Tensor, dtype
 
 from interposer import Resolver
 from interposer.errors import RequestError, described, foreign_errors
 from interposer_adapt._image_decoding import ImageLimits, ImageSource, decode_image, read_image
 from interposer_adapt._image_tower import ImageTower, ImageVectors
-from interposer_engine import EmbeddedInput, Media, Plan
+from interposer_engine import EmbeddedInput, Media
 from interposer_engine.parts import FairLock
 
 _BOTH_WAYS = frozenset({"gemma3"})
@@ -34,6 +36,18 @@ _MAX_NEWLINES = 32
 _TEXT_INPUTS = frozenset({"attention_mask", "input_ids", "mm_token_type_ids", "token_type_ids"})
 
 Tokens = list[int | EmbeddedInput]
+
+
+class ImagePlan(Protocol):
+    """The fields of a plan that an encoder reads; ``dtype`` is that of the model."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def dtype(self) -> dtype: ...
+
+    def numerics(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +105,7 @@ class ImageEncoder:
         self,
         tower: ImageTower,
         processor: Any,
-        plan: Plan,
+        plan: ImagePlan,
         *,
         limits: ImageLimits | None = None,
         cached_bytes: int = _CACHED_BYTES,
@@ -107,7 +121,8 @@ class ImageEncoder:
         """
         config = tower.adapted.model.config
         self.limits = ImageLimits() if limits is None else limits
-        self.token_id: int = processor.image_token_id
+        # image_token_id of some processors is the token that gets vectors.
+        self.token_id: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         self._tower = tower
         self._processor = processor
         self._numerics = plan.numerics

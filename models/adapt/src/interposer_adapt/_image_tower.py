@@ -72,7 +72,7 @@ class ImageTower:
             dtype = model.dtype if values.is_floating_point() else values.dtype
             batch[name] = values.to(model.device, dtype)
         with torch.no_grad():
-            out = model.get_image_features(**batch, return_dict=True)
+            out = image_features_of(model)(**batch, return_dict=True)
             if model.config.model_type == "llama4":
                 # The only model that projects outside of this method.
                 vectors = model.multi_modal_projector(_rows(out.last_hidden_state))
@@ -110,6 +110,12 @@ class ImageTower:
         token_ids = torch.tensor([[token_id] * count + [0]])
         positions, _ = index(token_ids, kinds, image_grid_thw=inputs["image_grid_thw"])
         return positions[:, 0, :count].T.contiguous(), int(positions[0, 0, count])
+
+
+def image_features_of(model: Any) -> Any:
+    """Return the method that encodes images, of a model or of its part below the head, or None."""
+    method = getattr(model, "get_image_features", None)
+    return method or getattr(model.base_model, "get_image_features", None)
 
 
 def _rows(vectors: Any) -> Tensor:

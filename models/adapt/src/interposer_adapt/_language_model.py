@@ -13,6 +13,7 @@ from torch import nn
 
 from interposer import Placement, Resolver, Site
 from interposer.errors import ConfigError, InterposerError, UnsupportedModelError, described
+from interposer_adapt._adapted_images import UnsupportedImagesError, add_images
 from interposer_adapt._agreement import plain_logits
 from interposer_adapt._api import Adapted, add_note, is_in_force
 from interposer_adapt._attention_registry import (
@@ -56,6 +57,7 @@ class _Plan:
     path: Path
     quantization: Any
     generation: GenerationSettings
+    dtype: torch.dtype
 
     def numerics(self) -> AbstractContextManager[None]:
         return self.placement.platform.numerics(self.resolver.config.numerics)
@@ -68,6 +70,7 @@ def language_model(
     cache_tokens: int | None = None,
     max_sequences: int = DEFAULT_MAX_SEQUENCES,
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+    processor: Any = None,
 ) -> LanguageModel:
     """Load an adapted decoder into interposer's engine: continuous batching over a paged KV cache.
 
@@ -80,6 +83,9 @@ def language_model(
             prompts are token ids.
         cache_tokens, max_sequences, max_step_tokens: as for ``load``; if ``cache_tokens`` is None,
             the cache may take a quarter of the free memory.
+        processor: a processor of transformers for the images of prompts. Another trial compares the
+            logits of a prompt with images; if they differ, or the model encodes no images, a note
+            in ``explain`` gives the reason, and prompts are texts only.
     Raises:
         UnsupportedModelError: a layer keeps a state that pages cannot hold, such as a recurrent
             state, or no paged backend supports the attention; the message names the layer.
@@ -97,7 +103,14 @@ def language_model(
     generation = _generation_settings(model, name)
     if note := generation.unapplied_note(has_encoder=False):
         add_note(adapted, note)
-    plan = _Plan(adapted.resolver, adapted.placement, Path(name), adapted.quantization, generation)
+    plan = _Plan(
+        adapted.resolver,
+        adapted.placement,
+        Path(name),
+        adapted.quantization,
+        generation,
+        model.dtype,
+    )
     device = plan.placement.device.torch_device
     platform = plan.placement.platform
     decoder, shape, state_bytes = _choose_decoder(adapted, plan, device, cache_tokens, sizes)
@@ -130,7 +143,14 @@ def language_model(
         stop_token_ids=stop_token_ids,
         seed=plan.resolver.config.seed,
     )
-    return LanguageModel(engine, _text_tokenizer(tokenizer, plan.path), plan, None)
+    lm = LanguageModel(engine, _text_tokenizer(tokenizer, plan.path), plan, None)
+    if processor is not None:
+        try:
+            add_images(lm, adapted, decoder, processor, plan)
+            add_note(adapted, "images are encoded by the adapted model")
+        except UnsupportedImagesError as error:
+            add_note(adapted, f"images are refused: {error}")
+    return lm
 
 
 def _check_adapted(adapted: Adapted[Any]) -> None:

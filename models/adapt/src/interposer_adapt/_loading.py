@@ -18,6 +18,11 @@ from interposer.errors import (
     foreign_errors,
     near_names,
 )
+from interposer_adapt._adapted_images import (
+    UnsupportedImagesError,
+    image_processor,
+    takes_images,
+)
 from interposer_adapt._api import adapt, add_note
 from interposer_adapt._language_model import language_model
 from interposer_engine import Checkpoint, LanguageModel, load
@@ -43,6 +48,7 @@ def load_adapted(
     cache_tokens: int | None,
     max_sequences: int,
     max_step_tokens: int,
+    text_only: bool,
     progress: Callable[[int, int], None] | None,
     **others: Any,
 ) -> LanguageModel:
@@ -60,14 +66,18 @@ def load_adapted(
     """
     source = config_source(checkpoint)
     architecture = str(checkpoint.config["architectures"][0])
-    decoder = _decoder_class(architecture, source, current_registry(config).subjects("model"))
+    families = current_registry(config).subjects("model")
+    decoder = _decoder_class(architecture, source, families)
+    missing_family = f"no family is installed for the architecture {architecture!r}"
+    if architecture in families:
+        text_type = (checkpoint.config.get("text_config") or {}).get("model_type")
+        missing_family = f"no family is installed for the decoder {text_type!r} of {architecture!r}"
     defaults = {name: each.default for name, each in inspect.signature(load).parameters.items()}
     for name, value in others.items():
         if value and value != defaults.get(name):
             raise ConfigError(
-                f"{name}={value!r:.100} was requested, but no family is installed for the "
-                f"architecture {architecture!r} of {source}: the model of transformers is adapted, "
-                f"which takes none. Try: load(path) without {name}"
+                f"{name}={value!r:.100} was requested, but {missing_family} in {source}: the model "
+                f"of transformers is adapted, which takes none. Try: load(path) without {name}"
             )
     placement = place(config)
     # Weights may be large downloads: arguments and architecture were checked first.
@@ -87,8 +97,7 @@ def load_adapted(
     except foreign_errors() as error:
         raise CheckpointError(
             checkpoint.path,
-            f"no family is installed for the architecture {architecture!r}, and transformers does "
-            f"not load it: {described(error)}",
+            f"{missing_family}, and transformers does not load it: {described(error)}",
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
@@ -107,20 +116,24 @@ def load_adapted(
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     adapted = adapt(model, config, quantization=quantization)
-    note = (
-        f"no family is installed for the architecture {architecture!r}, so the model of "
-        "transformers is adapted"
-    )
+    note = f"{missing_family}, so the model of transformers is adapted"
     add_note(adapted, note)
     _log.warning("%s: %s", checkpoint.path, note)
     for finding in check.findings:
         add_note(adapted, finding)
+    processor = None
+    if takes_images(model) and not text_only:
+        try:
+            processor = image_processor(checkpoint.path, model.config.model_type)
+        except UnsupportedImagesError as error:
+            add_note(adapted, f"images are refused: {error}")
     return language_model(
         adapted,
         tokenizer,
         cache_tokens=cache_tokens,
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
+        processor=processor,
     )
 
 

@@ -33,6 +33,7 @@ from interposer_adapt._forwards import AttentionCall, MakeMask, PagedCache, inte
 from interposer_adapt._trial_length import extra_trial_tokens
 from interposer_engine import SamplingParams
 from interposer_engine.parts import Chunk, PagePool, StepBatch, TokenSequence
+from interposer_models.decoder import EmbeddedRows
 from interposer_ops.attention import common_page_size
 
 
@@ -91,10 +92,18 @@ class _PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The model sizes against which the engine checks requests."""
+    """The model sizes against which the engine checks requests.
+
+    Attributes:
+        hidden_size: size of the vectors of images; None if the model takes none.
+        mrope_section: sections of the rotary angles by time, height and width; None if tokens have
+            one position.
+    """
 
     vocab_size: int
     max_position_embeddings: int
+    hidden_size: int | None = None
+    mrope_section: Sequence[int] | None = None
 
 
 class PagedDecoder:
@@ -104,6 +113,8 @@ class PagedDecoder:
         model: the model of transformers.
         attention_layers: the attention layers, in the order of calls.
     """
+
+    model: Any
 
     def __init__(
         self,
@@ -127,9 +138,14 @@ class PagedDecoder:
         numbered = enumerate(self.attention_layers)
         modules = (layer.module for layer in traced)
         self._layers = {id(m): entry for m, entry in zip(modules, numbered, strict=True)}
-        self._configs = configs_naming_attention(model)
+        self._configs = configs_naming_attention(model, [layer.name for layer in traced])
         self._in_force = in_force
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Say whether vectors of images can replace token embeddings."""
+        return self.config.hidden_size is not None
 
     def reserve_positions(self, count: int, device: str) -> None:
         """Do nothing: the model's forward computes the rotary angles of each step."""
@@ -141,6 +157,7 @@ class PagedDecoder:
         caches: Sequence[Tensor],
         plans: Sequence[object],
         rows: Tensor | None = None,
+        embedded: EmbeddedRows | None = None,
     ) -> Tensor:
         """Compute the logits of the tokens in ``rows``, or of all tokens; see ``CausalLM``."""
         if not self._in_force():
@@ -153,9 +170,14 @@ class PagedDecoder:
             using_adapted_attention(self._configs),
             intercepted_by(_PagedStep(self._layers, caches, plans)),
         ):
+            inputs = {"input_ids": token_ids[None]}
+            if embedded is not None:
+                vectors = self.model.get_input_embeddings()(token_ids)
+                inputs = {"inputs_embeds": embedded.replace_embeddings(vectors)[None]}
             out = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
+                **inputs,
+                # [1, T], or [3, 1, T] in M-RoPE.
+                position_ids=positions.unsqueeze(-2),
                 use_cache=False,
                 return_dict=True,
                 **row_arguments,
