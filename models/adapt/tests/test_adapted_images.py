@@ -117,16 +117,6 @@ def test_a_model_without_a_family_loads_for_texts_only(checkpoint: Write) -> Non
     lm.close()
 
 
-def test_a_cache_that_holds_no_image_refuses_images(checkpoint: Write) -> None:
-    path, _ = checkpoint("glm4v")
-    lm = load(path, "float32", cache_tokens=16)
-    (note,) = image_notes(lm)
-    assert note.startswith("images are refused: a trial of them fails: ")
-    assert "cache" in note
-    assert len(lm.generate([TOKENS], max_new_tokens=2)[0].token_ids) == 2
-    lm.close()
-
-
 def test_language_model_takes_a_processor(checkpoint: Write) -> None:
     path, model = checkpoint("glm4v")
     processor = load_processor(path, model.config.model_type)

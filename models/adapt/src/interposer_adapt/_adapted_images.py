@@ -5,12 +5,12 @@ an image, as the engine computes them, with those of the model's own forward for
 processor of transformers makes. Models that treat images in another way than as vectors between
 those of the texts fail the trial, and refuse images.
 
-Dimensions: T tokens of the trial's prompt, V vocabulary.
+Dimensions: R compared rows of the trial's prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,29 +134,41 @@ def _try_images(
         mrope_section=_mrope_section(model),
     )
     is_image = inputs["input_ids"][0] == vector_id
+    # Apart, because an image has many more tokens than the text.
+    rows_by_kind = {
+        kind: _some(is_kind.nonzero()[:, 0].to(model.device))
+        for kind, is_kind in (("the image", is_image), ("the text", ~is_image))
+    }
+    rows = torch.cat([*rows_by_kind.values()])
     inputs = {name: _to_model(value, model) for name, value in inputs.items()}
     changed = {
-        name: perturb_once(value) if value.is_floating_point() else value
+        name: perturb_once(value)
         for name, value in inputs.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and value.is_floating_point()
     }
     with plan.numerics(), torch.inference_mode():
-        expected = _logits(model, inputs)
+        expected = _logits(decoder, inputs, rows)
         with perturbed_embeddings(model):
-            perturbed = _logits(model, {**inputs, **changed})
-    actual = lm.logits(prompt).to(expected.device)
-    # Apart, because an image has many more tokens than the text.
-    for kind, is_kind in (("the image", is_image), ("the text", ~is_image)):
-        rows = is_kind.nonzero()[:, 0].to(expected.device)
-        rows = rows[:: -(-len(rows) // _MAX_ROWS)]
-        bound = error_bound(model, expected[rows], perturbed[rows], len(decoder.attention_layers))
-        difference = distance(actual[rows], expected[rows])
+            perturbed = _logits(decoder, {**inputs, **changed}, rows)
+    actual = lm.logits(prompt).to(rows.device)[rows]
+    counts = [len(rows) for rows in rows_by_kind.values()]
+    parts = zip(*(logits.split(counts) for logits in (actual, expected, perturbed)), strict=True)
+    for kind, (actual_part, expected_part, perturbed_part) in zip(rows_by_kind, parts, strict=True):
+        max_distance = error_bound(
+            model, expected_part, perturbed_part, len(decoder.attention_layers)
+        )
+        difference = distance(actual_part, expected_part)
         # Negated, so that NaN fails the trial.
-        if not difference <= bound:
+        if not difference <= max_distance:
             raise UnsupportedImagesError(
-                f"in a trial, the logits of {kind} differ by {difference:.2g} of their size, "
-                f"{bound:.2g} are explained by rounding: the model computes images in another way"
+                f"in a trial, the logits of {kind} differ by {difference:.2g} of their size, and "
+                f"rounding explains {max_distance:.2g}: the model computes images in another way"
             )
+
+
+def _some(rows: Tensor) -> Tensor:
+    """Return at most ``_MAX_ROWS`` of the rows, from the first on in equal distances."""
+    return rows[:: -(-len(rows) // _MAX_ROWS)]
 
 
 def _compare_tokens(
@@ -205,10 +217,12 @@ def _to_model(value: Any, model: Any) -> Any:
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
 
-def _logits(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
-    """Return the logits ``[T, V]`` of the model's own forward."""
-    logits: Tensor = model(**inputs, use_cache=False, return_dict=True).logits[0]
-    return logits
+def _logits(decoder: PagedDecoder, inputs: Mapping[str, Any], rows: Tensor) -> Tensor:
+    """Return the logits ``[R, V]`` of the model's own forward in some rows."""
+    arguments = {"logits_to_keep": rows} if decoder.has_logits_to_keep else {}
+    out = decoder.model(**inputs, **arguments, use_cache=False, return_dict=True)
+    logits: Tensor = out.logits[0]
+    return logits if arguments else logits[rows]
 
 
 def _picture(width: int, height: int, seed: int) -> Any:

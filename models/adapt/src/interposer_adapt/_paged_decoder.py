@@ -112,6 +112,7 @@ class PagedDecoder:
     Attributes:
         model: the model of transformers.
         attention_layers: the attention layers, in the order of calls.
+        has_logits_to_keep: the model's forward can compute the logits of some rows only.
     """
 
     model: Any
@@ -140,7 +141,7 @@ class PagedDecoder:
         self._layers = {id(m): entry for m, entry in zip(modules, numbered, strict=True)}
         self._configs = configs_naming_attention(model, [layer.name for layer in traced])
         self._in_force = in_force
-        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def takes_embeddings(self) -> bool:
@@ -163,7 +164,7 @@ class PagedDecoder:
         if not self._in_force():
             raise ConfigError("The model was restored. Try: language_model(adapt(model))")
         row_arguments = (
-            {} if rows is None or not self._has_logits_to_keep else {"logits_to_keep": rows}
+            {} if rows is None or not self.has_logits_to_keep else {"logits_to_keep": rows}
         )
         with (
             # Adapted attention for all layers: eager and sdpa know nothing of pages.
