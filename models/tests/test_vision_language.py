@@ -1,4 +1,4 @@
-"""Decoders of checkpoints that also hold an encoder of images, in all published layouts."""
+"""Decoders of checkpoints with an encoder of images or sounds, in all published layouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_logits(folder: Path, expected: torch.Tensor) -> None:
 
 def as_modules(name: str) -> str:
     """Return a name as the modules of transformers 5 have it."""
-    name = re.sub(r"^(vision_tower|multi_modal_projector|visual)\.", r"model.\1.", name)
+    name = re.sub(r"^(vision_tower|audio_tower|multi_modal_projector|visual)\.", r"model.\1.", name)
     name = re.sub(r"^model\.(?=layers|embed_tokens|norm)", NEW, name)
     return name.replace(OLD, NEW).replace("language_model.lm_head", "lm_head")
 
@@ -71,8 +71,10 @@ def as_published(name: str) -> str:
         (examples.gemma3_text()["mixed"], as_modules),
         (examples.qwen2_vl()["windowed"], as_modules),
         (examples.qwen3_vl()["tied"], as_published),
+        (examples.qwen2_audio()["windowed"], as_modules),
+        (examples.voxtral()["wide"], as_modules),
     ],
-    ids=["mistral3", "gemma3", "qwen2-vl", "qwen3-vl"],
+    ids=["mistral3", "gemma3", "qwen2-vl", "qwen3-vl", "qwen2-audio", "voxtral"],
 )
 @pytest.mark.filterwarnings("ignore:.*Sliding Window Attention")
 def test_both_layouts_of_names_have_the_logits_of_transformers(
@@ -151,8 +153,12 @@ def test_a_text_config_without_fields_has_the_defaults_of_transformers(
         vision_language.Qwen3VL: "qwen3_vl_text",
         vision_language.Qwen3VLMoe: "qwen3_vl_moe_text",
         vision_language.Qwen3_5VL: "qwen3_5_text",
+        vision_language.VoxtralText: "llama",
     }
     theirs = CONFIG_MAPPING[kinds[family]]()
+    if family is vision_language.VoxtralText:
+        # These defaults are of the whole model.
+        theirs = transformers.VoxtralConfig(text_config={}).text_config
     ours = family.parse({"text_config": {"model_type": kinds[family]}}, "config.json")
     for name in type(ours).model_fields:
         unstated = {"dtype", "quantization_config", "rope_parameters", "tie_word_embeddings"}

@@ -224,7 +224,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Bart": _SIDES,
     "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
-    # The decoders of vision-language checkpoints, whose fields are in text_config.
+    # The decoders of vision-language and speech checkpoints, whose fields are in text_config.
     "AnyText": (*_WINDOWS, *_EXPERTS, *_SPARSE, "swiglu_alpha", "swiglu_limit"),
     "Gemma3Text": _GEMMA3,
     "Llama4Text": _LLAMA4,
@@ -232,6 +232,8 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3VL": _WINDOWS,
     "Qwen3VLMoe": (*_WINDOWS, *_EXPERTS, *_SPARSE),
     "Qwen3_5VL": _DELTA,
+    "Qwen2Audio": _WINDOWS,
+    "Voxtral": (),
     "Whisper": (*_SIDES, "max_source_positions", "max_target_positions", "num_mel_bins"),
 }
 # Architecture names that are not the class name plus "ForCausalLM", or are several.
@@ -255,6 +257,8 @@ _ARCHITECTURES = {
     "Qwen3VL": ("Qwen3VLForConditionalGeneration",),
     "Qwen3VLMoe": ("Qwen3VLMoeForConditionalGeneration",),
     "Qwen3_5VL": ("Qwen3_5ForConditionalGeneration",),
+    "Qwen2Audio": ("Qwen2AudioForConditionalGeneration",),
+    "Voxtral": ("VoxtralForConditionalGeneration",),
     "Whisper": ("WhisperForConditionalGeneration",),
 }
 # Module names that are not the class name in lower case.
@@ -284,6 +288,7 @@ _MODULES = {
     "Qwen3VL": "qwen3_vl",
     "Qwen3VLMoe": "qwen3_vl_moe",
     "Qwen3_5VL": "qwen3_5_vl",
+    "Qwen2Audio": "qwen2_audio",
 }
 # The modules of families that share one, by the name of the family's record.
 _SHARED_MODULES = {
@@ -325,6 +330,8 @@ _SHARED_MODULES = {
     "qwen3_vl": "vision_language",
     "qwen3_vl_moe": "vision_language",
     "qwen3_5_vl": "vision_language",
+    "qwen2_audio": "vision_language",
+    "voxtral": "vision_language",
 }
 # Attention backends of some families only: name, class, whether torch.compile can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (

@@ -858,3 +858,46 @@ def qwen3_5_vl() -> Examples:
             "tie_word_embeddings": False,
         }
     }
+
+
+def qwen2_audio() -> Examples:
+    """Return a config with windows in one layer."""
+    encoder = {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "num_mel_bins": 16,
+        "max_source_positions": 20,
+    }
+    upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
+    return {
+        "windowed": {
+            "architectures": ["Qwen2AudioForConditionalGeneration"],
+            "audio_config": encoder,
+            "text_config": _text_config("qwen2", **upper),
+            "audio_token_index": 250,
+        }
+    }
+
+
+def voxtral() -> Examples:
+    """Return a config whose heads are larger than the hidden size divided by their number."""
+    encoder = {
+        "model_type": "voxtral_encoder",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "num_mel_bins": 16,
+        "max_source_positions": 20,
+    }
+    return {
+        "wide": {
+            "architectures": ["VoxtralForConditionalGeneration"],
+            "audio_config": encoder,
+            "text_config": _text_config("llama", head_dim=32),
+            "audio_token_id": 24,
+        }
+    }

@@ -1,4 +1,4 @@
-"""Text decoders of checkpoints that also contain an encoder of images, such as Llava.
+"""Text decoders of checkpoints that also contain an encoder of images or sounds, such as Llava.
 
 A ``TextDecoder`` reads the nested ``text_config`` of config.json, and maps the tensor names of all
 published layouts to ``model.language_model.*`` and ``lm_head``. The tensors of the encoder have no
@@ -8,7 +8,8 @@ Source: arXiv:2304.08485 (Llava), arXiv:2310.03744 (Llava 1.5), llava-vl.github.
 mistral.ai/news/mistral-small-3-1, arXiv:2408.12637 (Idefics3), arXiv:2504.05299 (SmolVLM),
 arXiv:2504.10479 (InternVL3), arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL),
 arXiv:2502.13923 (Qwen2.5-VL), arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
-ai.meta.com/blog/llama-4-multimodal-intelligence.
+ai.meta.com/blog/llama-4-multimodal-intelligence, arXiv:2407.10759 (Qwen2-Audio),
+arXiv:2507.13264 (Voxtral).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _BODY = re.compile(
     r"|model\\?\.(?:language_model|text_model)(?:\\?\.model)?"
     r"|model(?=\\?\.(?:embed_tokens|layers|norm)\b))(?=\\?\.|$)"
 )
-# The encoder of images, and the modules between encoder and decoder.
+# The encoder of images or sounds, and the modules between encoder and decoder.
 _ENCODER = re.compile(
-    r"^(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|connector"
-    r"|image_newline)(?:\.|$)"
+    r"^(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
+    r"|connector|image_newline)(?:\.|$)"
 )
 
 
@@ -75,7 +76,7 @@ def text_config_of(config: Mapping[str, Any], source: object) -> Mapping[str, An
 
 
 class TextDecoder(DecoderFamily):
-    """Base that makes a family of text models the decoder of a vision-language checkpoint.
+    """Base that makes a family of text models the decoder of a checkpoint with an encoder.
 
     Attributes:
         defaults: values of fields that transformers 4 did not write to a nested ``text_config``.
@@ -115,6 +116,23 @@ class LlamaText(Llama, TextDecoder):
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
+    }
+
+
+class VoxtralText(LlamaText):
+    """Llama as the decoder of Voxtral; config.json may omit the fields of the smaller model."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 131072,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000000.0,
+        "head_dim": 128,
     }
 
 
@@ -313,7 +331,11 @@ class AnyText(TextDecoder):
 
     Attributes:
         decoders: the families of decoders by ``model_type`` of ``text_config``.
+        default_decoder: the type of a ``text_config`` that names none.
     """
+
+    # Llava's oldest checkpoints name no type.
+    default_decoder: ClassVar[str] = "llama"
 
     decoders: ClassVar[Mapping[str, type[TextDecoder]]] = {
         "llama": LlamaText,
@@ -334,8 +356,7 @@ class AnyText(TextDecoder):
             CheckpointError: the text_config is missing, or one of its fields is not valid.
             UnknownDecoderError: the decoder is of another family.
         """
-        # Llava's oldest checkpoints name no type.
-        kind = text_config_of(config, source).get("model_type", "llama")
+        kind = text_config_of(config, source).get("model_type", cls.default_decoder)
         if kind not in cls.decoders:
             known = ", ".join(cls.decoders)
             raise UnknownDecoderError(
@@ -344,3 +365,16 @@ class AnyText(TextDecoder):
                 "interposer_engine.load or `interposer run`, which adapt the model of transformers",
             )
         return cls.decoders[kind].parse(config, source)
+
+
+class Qwen2Audio(AnyText):
+    """Settings of the decoder of Qwen2-Audio."""
+
+    default_decoder: ClassVar[str] = "qwen2"
+    decoders: ClassVar[Mapping[str, type[TextDecoder]]] = {"qwen2": Qwen2Text}
+
+
+class Voxtral(AnyText):
+    """Settings of the decoder of Voxtral."""
+
+    decoders: ClassVar[Mapping[str, type[TextDecoder]]] = {"llama": VoxtralText}
