@@ -155,7 +155,7 @@ def test_a_text_config_without_fields_has_the_defaults_of_transformers(
         vision_language.Qwen3_5VL: "qwen3_5_text",
         vision_language.VoxtralText: "llama",
     }
-    theirs = CONFIG_MAPPING[kinds[family]]()
+    theirs: Any = CONFIG_MAPPING[kinds[family]]()
     if family is vision_language.VoxtralText:
         # These defaults are of the whole model.
         theirs = transformers.VoxtralConfig(text_config={}).text_config

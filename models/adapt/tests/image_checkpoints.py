@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,7 +325,9 @@ FAMILIES: dict[str, Family] = {
 def write_checkpoint(family: Family, path: Path) -> tuple[Any, dict[str, int]]:
     """Write a random checkpoint with its processor; return transformers' model and special ids."""
     path.mkdir(parents=True, exist_ok=True)
-    ids = _write_tokenizer(family, path)
+    ids = write_tokenizer(
+        path, family.specials, family.names, newlines=family.newlines, pad_token=family.pad_token
+    )
     name, settings = family.image_processor
     # As text: the class of some models needs torchvision.
     pictures = {"image_processor_type": name, **settings}
@@ -339,22 +341,36 @@ def write_checkpoint(family: Family, path: Path) -> tuple[Any, dict[str, int]]:
     return model, ids
 
 
-def _write_tokenizer(family: Family, path: Path) -> dict[str, int]:
+def write_tokenizer(
+    path: Path,
+    specials: Sequence[str],
+    names: Mapping[str, str],
+    *,
+    newlines: bool = False,
+    pad_token: str | None = None,
+) -> dict[str, int]:
+    """Write a tokenizer of bytes and special tokens; return the ids of the special tokens.
+
+    Args:
+        names: attributes of the tokenizer, such as ``boi_token``, by text.
+        newlines: whether there is a token for each short run of newlines.
+        pad_token: text of the padding token.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in family.specials])
-    if family.newlines:
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
+    if newlines:
         tokenizer.add_tokens([AddedToken("\n" * n, normalized=False) for n in range(1, 6)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        extra_special_tokens=family.names or None,
-        pad_token=family.pad_token,
+        extra_special_tokens=dict(names) or None,
+        pad_token=pad_token,
     )
     fast.save_pretrained(path)
-    ids: Any = fast.convert_tokens_to_ids(list(family.specials))
-    return dict(zip(family.specials, ids, strict=True))
+    ids: Any = fast.convert_tokens_to_ids([*specials])
+    return dict(zip(specials, ids, strict=True))
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

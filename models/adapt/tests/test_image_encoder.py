@@ -313,7 +313,7 @@ def test_a_failure_of_the_encoder_concerns_one_image(llava: Case, planned: Plan)
 
 def test_the_provider_loads_the_encoder(llava: Case, planned: Plan) -> None:
     encoder = load_input_encoder(Checkpoint.open(llava.path), planned)
-    assert encoder is not None
+    assert isinstance(encoder, ImageEncoder)
     image = picture(40, 30)
     assert torch.equal(
         _runs(encoder, llava, image)[0].embeddings, _runs(llava.encoder, llava, image)[0].embeddings
@@ -352,7 +352,7 @@ def test_the_encoder_of_a_quantized_checkpoint(llava: Case, planned: Plan, tmp_p
     config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["vision"]}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     encoder = load_input_encoder(Checkpoint.open(tmp_path), planned)
-    assert encoder is not None
+    assert isinstance(encoder, ImageEncoder)
     image = picture(40, 30)
     ours, theirs = (_runs(each, llava, image)[0] for each in (encoder, llava.encoder))
     assert torch.equal(ours.embeddings, theirs.embeddings)

@@ -237,18 +237,19 @@ def command(
     return call
 
 
-def test_run_puts_pictures_before_the_prompt(
+def test_run_puts_pictures_and_sounds_before_the_prompt(
     command: Any, lm: LanguageModel, tmp_path: Path
 ) -> None:
     (tmp_path / "cat.ppm").write_bytes(CAT)
     (tmp_path / "dog.ppm").write_bytes(DOG)
+    (tmp_path / "word.wav").write_bytes(WORD)
     images = ("--image", tmp_path / "cat.ppm", "--image", tmp_path / "dog.ppm")
+    sounds = ("--audio", tmp_path / "word.wav")
     options = ("--prompt", "a", "--max-new-tokens", "6")
-    code, out, _ = command("run", *options, *images)
-    expected = lm.chat(
-        [user({"type": "image", "image": CAT}, {"type": "image", "image": DOG}, "a")],
-        max_new_tokens=6,
-    )
+    code, out, _ = command("run", *options, *images, *sounds)
+    pictures = [{"type": "image", "image": content} for content in (CAT, DOG)]
+    message = user(*pictures, {"type": "audio", "audio": WORD}, "a")
+    expected = lm.chat([message], max_new_tokens=6)
     assert (code, out) == (0, f"{expected.text}\n")
     (tmp_path / "dog.ppm").write_bytes(b"GIF89a")
     code, _, err = command("run", *options, *images)
@@ -256,25 +257,28 @@ def test_run_puts_pictures_before_the_prompt(
     assert f"{tmp_path / 'dog.ppm'} is no picture" in err
 
 
-def test_chat_adds_pictures_to_the_next_message(
+def test_chat_adds_pictures_and_sounds_to_the_next_message(
     command: Any, lm: LanguageModel, tmp_path: Path
 ) -> None:
     (tmp_path / "cat.ppm").write_bytes(CAT)
     (tmp_path / "bad.ppm").write_bytes(b"GIF89a")
+    (tmp_path / "word.wav").write_bytes(WORD)
     typed = (
-        f"/image {tmp_path}/cat.ppm\na\n/image {tmp_path}/none\nb\n/image {tmp_path}/bad.ppm\nc\n"
+        f"/audio {tmp_path}/word.wav\n/image {tmp_path}/cat.ppm\na\n"
+        f"/image {tmp_path}/none\nb\n/image {tmp_path}/bad.ppm\nc\n"
     )
     code, out, err = command("chat", "--max-new-tokens", "4", typed=typed)
-    first = user({"type": "image", "image": CAT}, "a")
+    first = user({"type": "audio", "audio": WORD}, {"type": "image", "image": CAT}, "a")
     answer = lm.chat([first], max_new_tokens=4).text
     messages = [first, {"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
     assert (code, out) == (0, f"{answer}\n{lm.chat(messages, max_new_tokens=4).text}\n")
     assert f"'{tmp_path}/none' is no file. Try: /image FILE" in err
     assert re.search(r"bad\.ppm is no picture.*\nThe conversation is unchanged", err)
     num_texts = sum(isinstance(part, int) for part in lm.chat_prompt([first]))
-    assert f"{num_texts + 3 + 4} of 1024 tokens of context" in err
+    assert f"{num_texts + 3 + 2 + 4} of 1024 tokens of context" in err
 
 
 def test_chat_refuses_pictures_without_an_encoder(command: Any) -> None:
-    _, _, err = command("chat", "--text-only", typed="/image cat.ppm\n")
+    _, _, err = command("chat", "--text-only", typed="/image cat.ppm\n/audio word.wav\n")
     assert "has no encoder for pictures" in err
+    assert "has no encoder for sounds" in err

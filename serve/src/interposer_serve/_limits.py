@@ -37,7 +37,8 @@ class Limits(_Checked):
         stored_bytes: Size of the stored responses of all clients of ``/v1/responses``, in bytes.
             The oldest are dropped.
         audio_bytes: Size of a body with an audio file, in bytes.
-        audio_seconds: Duration of an audio file, in seconds.
+        audio_seconds: Duration of an audio file or of a sound in a prompt, in seconds.
+        audio_samples: Samples of all channels of an audio file. Decoding takes 4 bytes for each.
         constraints: Limits on constraints of answers, which a child process compiles first. None
             compiles them in the server process only. A constraint can then crash the server, so
             use None only if you trust all clients.
@@ -62,6 +63,7 @@ class Limits(_Checked):
     stored_bytes: int = 64 * 2**20
     audio_bytes: int = 25 * 2**20
     audio_seconds: float = 3600.0
+    audio_samples: int = 2**29
     constraints: ConstraintLimits | None = field(default_factory=ConstraintLimits)
     media: int = 16
     media_bytes: int = 20 * 2**20

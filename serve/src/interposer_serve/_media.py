@@ -70,8 +70,13 @@ class MediaReader:
                 raise ApiError(400, str(error), param=param, code="invalid_value") from None
         if len(medium.content) > max_bytes:
             raise _too_large(place, max_bytes, param)
-        pixels = self._limits.image_pixels if kind == "image" else None
-        return Media(kind, medium.content, place, pixels)
+        limits = self._limits
+        bounds: dict[str, Any] = (
+            {"max_pixels": limits.image_pixels}
+            if kind == "image"
+            else {"max_seconds": limits.audio_seconds}
+        )
+        return Media(kind, medium.content, place, **bounds)
 
     def _check_memory(self) -> None:
         if self._num_bytes > self._limits.total_media_bytes:

@@ -39,7 +39,9 @@ class SpeechAnswering:
     def __init__(self, lm: LanguageModel, limits: Limits) -> None:
         self._lm = lm
         self._limits = limits
-        self._audio_limits = AudioLimits(limits.audio_bytes, limits.audio_seconds)
+        self._audio_limits = AudioLimits(
+            limits.audio_bytes, limits.audio_seconds, limits.audio_samples
+        )
         num_threads = lm.engine.scheduler.max_sequences
         self._capacity = num_threads + limits.queue
         self._threads = ThreadPoolExecutor(num_threads, "interposer-speech")

@@ -33,7 +33,8 @@ from interposer_adapt._sequence_caches import SequenceCaches
 from interposer_engine import EmbeddedInput, LanguageModel, Media
 
 if TYPE_CHECKING:
-    from interposer_adapt._image_encoder import ImageEncoder, ImagePlan
+    from interposer_adapt._image_encoder import ImageEncoder
+    from interposer_adapt._media_encoder import MediaPlan
 
 _SIZES = ((64, 48), (48, 80))
 _MAX_ROWS = 64
@@ -70,7 +71,7 @@ def add_images(
     adapted: Adapted[Any],
     decoder: PagedDecoder | SequenceCaches,
     processor: Any,
-    plan: ImagePlan,
+    plan: MediaPlan,
 ) -> None:
     """Let an engine take images, encoded by the adapted model that it runs.
 
@@ -115,7 +116,7 @@ def add_images(
 
 
 def _try_images(
-    lm: LanguageModel, encoder: ImageEncoder, processor: Any, decoder: PagedDecoder, plan: ImagePlan
+    lm: LanguageModel, encoder: ImageEncoder, processor: Any, decoder: PagedDecoder, plan: MediaPlan
 ) -> None:
     """Raise UnsupportedImagesError unless a prompt with an image has the model's own logits.
 

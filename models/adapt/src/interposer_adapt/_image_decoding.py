@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from interposer.errors import RequestError, described, foreign_errors
+from interposer_adapt._media_files import read_bytes
 from interposer_engine import Media
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Formats of Pillow that are decoded. Other decoders, such as EPS, run programs or are rarely
 tested with hostile files."""
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +72,13 @@ def read_image(media: Media, limits: ImageLimits) -> ImageSource:
         pixels = _upright(content, place, limits)
         size = f"{pixels.size}".encode()
         return ImageSource(place, pixels, blake2b(size + pixels.tobytes()).digest(), limits)
-    if isinstance(content, Path):
-        content = _read_file(content, place, limits)
-    if not isinstance(content, bytes | bytearray | memoryview):
-        raise RequestError(
-            f"{place} is of the type {type(content).__name__}, must be the bytes of a file, a Path "
-            "or a PIL.Image.Image"
-        )
-    _check_bytes(len(content), place, limits)
-    content = bytes(content)
+    content = read_bytes(
+        content,
+        place,
+        limits.file_bytes,
+        types="the bytes of a file, a Path or a PIL.Image.Image",
+        advice="a smaller picture, or JPEG",
+    )
     return ImageSource(place, content, blake2b(content).digest(), limits)
 
 
@@ -105,29 +102,6 @@ def decode_image(source: ImageSource) -> Any:
             f"Try: a complete file in one of the formats {', '.join(FORMATS)}"
         ) from error
     return _upright(image, source.place, source.limits)
-
-
-def _read_file(path: Path, place: str, limits: ImageLimits) -> bytes:
-    try:
-        # The size first: a device file or a pipe could be endless.
-        if not path.is_file():
-            reason = "is not a file" if path.exists() else "does not exist"
-            raise RequestError(f"{place} is {str(path)!r:.200}, which {reason}")
-        _check_bytes(path.stat().st_size, place, limits)
-        with path.open("rb") as file:
-            return file.read(limits.file_bytes + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"{place} cannot be read: {_reason(error)}") from error
-
-
-def _check_bytes(num_bytes: int, place: str, limits: ImageLimits) -> None:
-    if num_bytes > limits.file_bytes:
-        raise RequestError(
-            f"{place} has {num_bytes} bytes, at most {limits.file_bytes} are accepted. "
-            "Try: a smaller picture, or JPEG"
-        )
 
 
 def _upright(image: Any, place: str, limits: ImageLimits) -> Any:

@@ -7,47 +7,24 @@ replace the placeholder as token ids: text of a user can never become a placehol
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
-from pathlib import Path
-from threading import BoundedSemaphore, Lock
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Size, Tensor, dtype
+from torch import Size, Tensor
 
-from interposer import Resolver
 from interposer.errors import RequestError, described, foreign_errors
 from interposer_adapt._image_decoding import ImageLimits, ImageSource, decode_image, read_image
 from interposer_adapt._image_tower import ImageTower, ImageVectors
+from interposer_adapt._media_encoder import CACHED_BYTES, MediaEncoder, MediaPlan, Tokens
 from interposer_engine import EmbeddedInput, Media
-from interposer_engine.parts import FairLock
 
 _BOTH_WAYS = frozenset({"gemma3"})
 """Values of ``model_type``: the tokens of a picture attend to each other in both directions."""
-_CACHED_BYTES = 512 << 20
-_MAX_BATCH_BYTES = 256 << 20
-# Decoding and resizing a picture of 64 megapixels takes 1 GiB.
-_MAX_CALLS = 4
 _MAX_NEWLINES = 32
 _TEXT_INPUTS = frozenset({"attention_mask", "input_ids", "mm_token_type_ids", "token_type_ids"})
-
-Tokens = list[int | EmbeddedInput]
-
-
-class ImagePlan(Protocol):
-    """The fields of a plan that an encoder reads; ``dtype`` is that of the model."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def dtype(self) -> dtype: ...
-
-    def numerics(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,38 +54,26 @@ class PreparedImage:
         return tuple((name, tensor.shape[1:]) for name, tensor in sorted(self.inputs.items()))
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A picture that waits for the encoder, then its tokens or the error."""
-
-    image: PreparedImage
-    tokens: Tokens | None = None
-    error: BaseException | None = None
-
-
-class ImageEncoder:
+class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
     """Encodes the pictures of prompts by the image encoder of a transformers model.
 
-    ``interposer.explain(encoder)`` lists its kernels. Any thread may call ``embed``. Four calls at
-    a time decode and resize their pictures; pictures that meanwhile wait for the encoder are
-    encoded together. The vectors of recent pictures are kept.
+    ``interposer.explain(encoder)`` lists its kernels.
 
     Attributes:
-        kinds: kinds of media that the encoder takes.
         limits: limits on the pictures of one prompt.
-        token_id: the placeholder for a picture in a prompt.
     """
 
     kinds = frozenset({"image"})
+    noun = "image"
 
     def __init__(
         self,
         tower: ImageTower,
         processor: Any,
-        plan: ImagePlan,
+        plan: MediaPlan,
         *,
         limits: ImageLimits | None = None,
-        cached_bytes: int = _CACHED_BYTES,
+        cached_bytes: int = CACHED_BYTES,
     ) -> None:
         """Create an encoder.
 
@@ -122,10 +87,10 @@ class ImageEncoder:
         config = tower.adapted.model.config
         self.limits = ImageLimits() if limits is None else limits
         # image_token_id of some processors is the token that gets vectors.
-        self.token_id: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        token_id: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        super().__init__(tower.adapted, token_id, plan, self.limits.images, cached_bytes)
         self._tower = tower
         self._processor = processor
-        self._numerics = plan.numerics
         # The tokens that get vectors, which are not the placeholder in all models.
         self._vector_id: int = config.image_token_id
         self._attends_both_ways = config.model_type in _BOTH_WAYS
@@ -133,78 +98,9 @@ class ImageEncoder:
         settings = [config.to_dict(), processor.image_processor.to_dict()]
         settings += [str(plan.path), str(plan.dtype)]
         self._seed = json.dumps(settings, sort_keys=True, default=str).encode()
-        self._cache = _TokenCache(cached_bytes)
-        self._calls = BoundedSemaphore(_MAX_CALLS)
-        self._encoder_lock = FairLock()
-        self._queue: list[_Job] = []
-        self._queue_lock = Lock()
 
-    @property
-    def resolver(self) -> Resolver:
-        """The resolver that chose the encoder's kernels."""
-        return self._tower.adapted.resolver
-
-    def embed(self, token_ids: Sequence[int], media: Sequence[Media]) -> Tokens:
-        """Put pictures in place of the placeholders of a prompt. Any thread may call this.
-
-        Args:
-            token_ids: a prompt with one placeholder for each picture, in order.
-            media: the pictures.
-        Returns: the prompt. A picture becomes vectors, on the CPU, and token ids, such as the
-            separators of its rows.
-        Raises: RequestError: a picture cannot be decoded, exceeds a limit or has the wrong kind;
-            or the number of placeholders is not that of pictures.
-        """
-        for medium in media:
-            if medium.kind not in self.kinds:
-                raise RequestError(
-                    f"{medium.place or 'The medium'} is of the kind {medium.kind!r}; "
-                    f"the model takes {', '.join(sorted(self.kinds))}"
-                )
-        texts: list[list[int]] = [[]]
-        for token_id in token_ids:
-            if token_id == self.token_id:
-                texts.append([])
-            else:
-                texts[-1].append(token_id)
-        if len(texts) - 1 != len(media):
-            raise RequestError(
-                f"The prompt has {len(texts) - 1} placeholders for images (token id "
-                f"{self.token_id}), but {len(media)} images are given. Try: lm.chat, whose "
-                "template writes a placeholder for each image"
-            )
-        if len(media) > self.limits.images:
-            raise RequestError(
-                f"The prompt has {len(media)} images, at most {self.limits.images} are accepted"
-            )
-        prompt: Tokens = [*texts[0]]
-        for image, text in zip(self._encoded(media), texts[1:], strict=True):
-            self._extend(prompt, image)
-            self._extend(prompt, text)
-        return prompt
-
-    def _encoded(self, media: Sequence[Media]) -> list[Tokens]:
-        """Return the tokens of each picture."""
-        encoded: dict[bytes, Tokens] = {}
-        digests: list[bytes] = []
-        # The limit on calls bounds the memory that decoded pictures take in all of them.
-        with self._calls:
-            jobs: list[_Job] = []
-            for medium in media:
-                source = read_image(medium, self.limits)
-                digests.append(source.digest)
-                if any(source.digest == job.image.source.digest for job in jobs):
-                    continue
-                tokens = encoded.get(source.digest) or self._cache.get(source.digest)
-                if tokens is not None:
-                    encoded[source.digest] = tokens
-                    continue
-                jobs.append(_Job(self._prepare(source)))
-                if sum(job.image.nbytes for job in jobs) > _MAX_BATCH_BYTES:
-                    encoded |= self._encode(jobs)
-                    jobs = []
-            encoded |= self._encode(jobs)
-        return [encoded[digest] for digest in digests]
+    def _read(self, medium: Media) -> ImageSource:
+        return read_image(medium, self.limits)
 
     def _prepare(self, source: ImageSource) -> PreparedImage:
         """Decode a picture, and run the processor on it.
@@ -229,59 +125,19 @@ class ImageEncoder:
         inputs = {name: out[name] for name in names}
         return PreparedImage(source, token_ids, token_ids.count(self._vector_id), inputs)
 
-    def _encode(self, jobs: list[_Job]) -> dict[bytes, Tokens]:
-        """Encode the pictures of ``jobs`` with those of other threads; return tokens by digest."""
-        with self._queue_lock:
-            self._queue += jobs
-        # The first thread that gets the lock encodes the pictures of all that wait.
-        with self._encoder_lock:
-            with self._queue_lock:
-                queue, self._queue = self._queue, []
-            try:
-                for batch in _batches(queue):
-                    self._run(batch)
-            except BaseException:
-                for job in queue:
-                    job.error = RequestError("The encoder of images was interrupted")
-                raise
-        encoded: dict[bytes, Tokens] = {}
-        for job in jobs:
-            if job.tokens is None:
-                assert job.error is not None
-                raise job.error
-            encoded[job.image.source.digest] = job.tokens
-        return encoded
+    def _vectors(self, media: Sequence[PreparedImage]) -> Sequence[ImageVectors]:
+        return self._tower.encode(
+            [image.inputs for image in media], [image.count for image in media]
+        )
 
-    def _run(self, batch: Sequence[_Job]) -> None:
-        """Encode pictures of equal shapes; if they fail together, one by one."""
-        try:
-            with self._numerics():
-                images = [job.image for job in batch]
-                vectors = self._tower.encode(
-                    [image.inputs for image in images], [image.count for image in images]
-                )
-            for job, image_vectors in zip(batch, vectors, strict=True):
-                job.tokens = self._tokens(job.image, image_vectors)
-                self._cache.put(job.image.source.digest, job.tokens, image_vectors.nbytes)
-        except foreign_errors() as error:
-            if len(batch) == 1:
-                place = batch[0].image.source.place
-                batch[0].error = RequestError(
-                    f"{place} fails in the model's image encoder: {described(error)[:200]}. "
-                    "Try: a picture of another size"
-                )
-                return
-            for job in batch:
-                self._run([job])
-
-    def _tokens(self, image: PreparedImage, vectors: ImageVectors) -> Tokens:
+    def _tokens(self, medium: PreparedImage, vectors: ImageVectors) -> Tokens:
         """Put vectors in place of the image tokens of a picture."""
-        rope = self._tower.rope_positions(image.inputs, self._vector_id, image.count)
+        rope = self._tower.rope_positions(medium.inputs, self._vector_id, medium.count)
         positions, num_positions = (None, None) if rope is None else rope
         tokens: Tokens = []
         start = 0
         for is_vector, group in groupby(
-            image.token_ids, lambda token_id: token_id == self._vector_id
+            medium.token_ids, lambda token_id: token_id == self._vector_id
         ):
             token_ids = list(group)
             if not is_vector:
@@ -293,7 +149,7 @@ class ImageEncoder:
                 EmbeddedInput(
                     kind="image",
                     digest=blake2b(
-                        self._seed + image.source.digest + start.to_bytes(8, "little")
+                        self._seed + medium.source.digest + start.to_bytes(8, "little")
                     ).digest(),
                     embeddings=vectors.embeddings[start:end],
                     positions=positions,
@@ -319,52 +175,6 @@ class ImageEncoder:
             prompt[-num_before:] = merged
             tokens = tokens[num_after:]
         prompt += tokens
-
-
-class _TokenCache:
-    """The tokens of recent pictures, by digest of the content; the oldest are dropped first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: OrderedDict[bytes, tuple[Tokens, int]] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, digest: bytes) -> Tokens | None:
-        """Return the tokens of a picture, None if they are not kept."""
-        with self._lock:
-            if digest not in self._entries:
-                return None
-            self._entries.move_to_end(digest)
-            return self._entries[digest][0]
-
-    def put(self, digest: bytes, tokens: Tokens, num_bytes: int) -> None:
-        """Keep the tokens of a picture, unless they alone exceed the size of the cache."""
-        with self._lock:
-            if digest in self._entries or num_bytes > self._max_bytes:
-                return
-            self._entries[digest] = tokens, num_bytes
-            self._num_bytes += num_bytes
-            while self._num_bytes > self._max_bytes:
-                _, (_, freed_bytes) = self._entries.popitem(last=False)
-                self._num_bytes -= freed_bytes
-
-
-def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Divide pictures into batches of equal shapes and limited size."""
-    by_shape: dict[Any, list[_Job]] = {}
-    for job in jobs:
-        by_shape.setdefault(job.image.shapes, []).append(job)
-    for group in by_shape.values():
-        batch: list[_Job] = []
-        num_bytes = 0
-        for job in group:
-            if batch and num_bytes + job.image.nbytes > _MAX_BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(job)
-            num_bytes += job.image.nbytes
-        yield batch
 
 
 def _newlines(tokenizer: Any) -> dict[Any, int]:

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from interposer.errors import CheckpointError, UnsupportedModelError, described, foreign_errors
-from interposer_adapt._api import Adapted, adapt
+from interposer_adapt._api import Adapted
+from interposer_adapt._media_tower import load_encoder
 from interposer_engine import Checkpoint, Plan
-from interposer_engine.parts import WeightCheck
-
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,74 +133,6 @@ def _split(vectors: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, int, in
 def load_tower(checkpoint: Checkpoint, plan: Plan) -> ImageTower:
     """Load and adapt the image encoder of a checkpoint; no tensor of its decoder is read.
 
-    Raises:
-        CheckpointError: a tensor of the encoder is missing or not finite, or transformers cannot
-            load the encoder.
-        UnsupportedModelError: transformers lacks the model.
+    Raises: CheckpointError, UnsupportedModelError: as ``load_encoder`` does.
     """
-    path = checkpoint.path
-    architecture = str(checkpoint.config["architectures"][0])
-    base = getattr(transformers, architecture, None)
-    if base is None:
-        raise UnsupportedModelError(
-            path,
-            f"transformers {transformers.__version__} has no {architecture!r}, whose image encoder "
-            "is needed",
-            "load(path, text_only=True)",
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
-        # Encoders of quantized checkpoints are plain: a missing tensor tells if one is not.
-        vars(config).pop("quantization_config", None)
-        model, report = _without_decoder(base).from_pretrained(
-            path, config=config, dtype=plan.dtype, output_loading_info=True, **_LOCAL
-        )
-    except foreign_errors() as error:
-        raise CheckpointError(
-            path,
-            f"transformers does not load its image encoder: {described(error)}",
-            "copy all files of the checkpoint again, or load(path, text_only=True)",
-        ) from error
-    if absent := sorted({*report["missing_keys"], *report["mismatched_keys"]}):
-        raise CheckpointError(
-            path,
-            f"lacks the tensor {absent[0]!r}, one of {len(absent)} that its image encoder needs",
-            "copy all files of the checkpoint again, or load(path, text_only=True)",
-        )
-    model = model.eval().to(plan.placement.device.torch_device)
-    policy = plan.resolver.config
-    WeightCheck(policy.weight_check, plan.placement.platform).check_parameters(model, path)
-    # Rules with a glob name modules of the decoder.
-    rules = {
-        kind: {key: rule for key, rule in getattr(policy, kind).items() if "@" not in key}
-        for kind in ("kernels", "layers", "attention")
-    }
-    return ImageTower(adapt(model, policy.model_copy(update={**rules, "strict": False})))
-
-
-def _without_decoder(base: Any) -> Any:
-    """Return a subclass of a model of transformers that is built without its decoder."""
-
-    class Encoder(base):  # type: ignore[misc]
-        # Tensors of the decoder remain in the files.
-        _keys_to_ignore_on_load_unexpected = ("",)
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            table, head = base.get_input_embeddings(self), base.get_output_embeddings(self)
-            for parent in {id(model): model for model in (self, self.base_model)}.values():
-                for name, child in list(parent.named_children()):
-                    modules = list(child.modules())
-                    is_decoder = any(module is table or module is head for module in modules)
-                    if is_decoder and self.base_model is not child:
-                        delattr(parent, name)
-            self.all_tied_weights_keys: dict[str, str] = {}
-
-        def get_input_embeddings(self) -> None:
-            return None
-
-        def get_output_embeddings(self) -> None:
-            return None
-
-    Encoder.__name__ = base.__name__
-    return Encoder
+    return ImageTower(load_encoder(checkpoint, plan, "image"))

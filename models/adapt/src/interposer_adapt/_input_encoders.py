@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interposer.errors import install_command
 from interposer_engine import Checkpoint, Plan
 
 if TYPE_CHECKING:
+    from interposer_adapt._api import Adapted
+    from interposer_adapt._audio_encoder import AudioEncoder
     from interposer_adapt._image_encoder import ImageEncoder
 
-MODEL_TYPES = frozenset(
+IMAGE_MODELS = frozenset(
     {
         "gemma3",
         "idefics3",
@@ -28,31 +30,36 @@ MODEL_TYPES = frozenset(
     }
 )
 """Models whose images are encoded, by ``model_type`` of config.json."""
-
+AUDIO_MODELS = frozenset({"qwen2_audio", "voxtral"})
+"""Models whose sounds are encoded, by ``model_type`` of config.json."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_input_encoder(checkpoint: Checkpoint, plan: Plan) -> ImageEncoder | None:
-    """Load the image encoder of a checkpoint whose text half is loaded by ``plan``.
+def load_input_encoder(checkpoint: Checkpoint, plan: Plan) -> ImageEncoder | AudioEncoder | None:
+    """Load the encoder of images or sounds of a checkpoint whose text half is loaded by ``plan``.
 
-    Returns: None if the model takes no images, Pillow is not installed, or the checkpoint has no
-        processor.
+    Returns: None if the model takes neither, or a package or a file that images need is missing.
     Raises:
         CheckpointError: files or tensors are missing or corrupt.
         UnsupportedModelError: transformers lacks the model or its processor.
     """
     model_type = checkpoint.config.get("model_type")
-    if model_type not in MODEL_TYPES or "vision_config" not in checkpoint.config:
-        return None
-    notes = plan.resolver.notes
+    if model_type in IMAGE_MODELS and "vision_config" in checkpoint.config:
+        return _image_encoder(checkpoint, plan, str(model_type))
+    if model_type in AUDIO_MODELS and "audio_config" in checkpoint.config:
+        return _audio_encoder(checkpoint, plan)
+    return None
+
+
+def _image_encoder(checkpoint: Checkpoint, plan: Plan, model_type: str) -> ImageEncoder | None:
     if find_spec("PIL") is None:
-        notes.append(
+        plan.resolver.notes.append(
             "images are refused, because Pillow is not installed. "
             f"Try: {install_command('interposer-adapt[images]')}"
         )
         return None
     if not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
-        notes.append(
+        plan.resolver.notes.append(
             f"images are refused, because {checkpoint.path} has none of "
             f"{', '.join(_PROCESSOR_FILES)}. Try: copy these files of the checkpoint again"
         )
@@ -64,10 +71,24 @@ def load_input_encoder(checkpoint: Checkpoint, plan: Plan) -> ImageEncoder | Non
 
     processor = load_processor(checkpoint.path, model_type)
     tower = load_tower(checkpoint, plan)
-    num_bound = sum(place.is_bound for place in tower.adapted.places)
-    notes.append(
-        f"images are encoded by {type(tower.adapted.model).__name__} of transformers, with "
-        f"{num_bound} of {len(tower.adapted.places)} modules on kernels: "
+    plan.resolver.notes.append(_note("images", tower.adapted))
+    return ImageEncoder(tower, processor, plan)
+
+
+def _audio_encoder(checkpoint: Checkpoint, plan: Plan) -> AudioEncoder:
+    # These import transformers.
+    from interposer_adapt._audio_encoder import AudioEncoder
+    from interposer_adapt._audio_tower import load_audio_tower
+
+    tower = load_audio_tower(checkpoint, plan)
+    plan.resolver.notes.append(_note("sounds", tower.adapted))
+    return AudioEncoder(tower, plan)
+
+
+def _note(media: str, adapted: Adapted[Any]) -> str:
+    num_bound = sum(place.is_bound for place in adapted.places)
+    return (
+        f"{media} are encoded by {type(adapted.model).__name__} of transformers, with "
+        f"{num_bound} of {len(adapted.places)} modules on kernels: "
         "interposer.explain(lm.input_encoder) lists them"
     )
-    return ImageEncoder(tower, processor, plan)

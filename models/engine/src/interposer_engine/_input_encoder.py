@@ -84,5 +84,6 @@ def load_input_encoder(
         return None, []  # a provider has noted what is missing
     names = " and ".join(sorted(kinds))
     reason = "no installed package implements" if points else "no package is installed to load"
-    advice = "" if points else ". Try: pip install 'interposer-adapt[images]'"
+    package = "'interposer-adapt[images]'" if "image" in kinds else "interposer-adapt"
+    advice = "" if points else f". Try: pip install {package}"
     return None, [f"prompts are texts only: {reason} the {names} encoder of {planned.path}{advice}"]

@@ -470,7 +470,7 @@ class LanguageModel:
         Raises: RequestError: at the call, before the first window; see ``transcribe``.
         """
         options, transcriber = TranscriptionOptions.of(settings), self._transcriber
-        target_rate = transcriber.settings.sampling_rate
+        target_rate = transcriber.settings.log_mel.sampling_rate
         return transcriber.stream(read_audio(audio, sampling_rate, target_rate, limits), options)
 
     @cached_property

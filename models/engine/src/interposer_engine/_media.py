@@ -21,12 +21,15 @@ class Media:
             errors.
         max_pixels: for an image, the number of pixels above which the image is refused before it is
             decoded; None for the limit of the encoder.
+        max_seconds: for a sound, the duration above which the sound is refused before it is
+            decoded; None for the limit of the encoder.
     """
 
     kind: Literal["image", "audio"]
     content: Any
     place: str = ""
     max_pixels: int | None = None
+    max_seconds: float | None = None
 
     @classmethod
     def of_data_address(

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     )
     from interposer_engine._scheduler import Chunk
     from interposer_engine._sequence import TokenSequence
+    from interposer_engine._speech.audio import read_audio
+    from interposer_engine._speech.features import LogMel
     from interposer_engine._speech.rules import TranscriptRules
     from interposer_engine._tokenizer import MissingTokenizer
 
@@ -65,6 +67,7 @@ __all__ = [
     "FairLock",
     "GenerationSettings",
     "InputEncoder",
+    "LogMel",
     "MissingTokenizer",
     "PagePool",
     "PagedLayer",
@@ -89,6 +92,7 @@ __all__ = [
     "open_folder",
     "penalties_of",
     "quantization_settings",
+    "read_audio",
     "read_json",
     "sampling_batch",
     "stop_tokens",
@@ -129,6 +133,8 @@ __getattr__ = lazy_attributes(
         ),
         "interposer_engine._scheduler": "Chunk",
         "interposer_engine._sequence": "TokenSequence",
+        "interposer_engine._speech.audio": "read_audio",
+        "interposer_engine._speech.features": "LogMel",
         "interposer_engine._speech.rules": "TranscriptRules",
         "interposer_engine._tokenizer": "MissingTokenizer",
     },

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from interposer import Config
     from interposer_engine._embedded_input import EmbeddedInput
     from interposer_engine._language_model import LanguageModel, Prompt
+    from interposer_engine._media import Media
 
 
 # One request has no other to share a prefix with.
@@ -51,6 +52,14 @@ def run(
         typer.Option(
             metavar="FILE",
             help="A picture before the prompt, which is then a message for the model's chat "
+            "template. Repeatable.",
+        ),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A sound before the prompt, which is then a message for the model's chat "
             "template. Repeatable.",
         ),
     ] = None,
@@ -86,8 +95,8 @@ def run(
         load_s = time.perf_counter() - started
 
         prompt_tokens: Prompt = text_prompt
-        if image:
-            prompt_tokens = lm.chat_prompt([_user_message(text_prompt, image)])
+        if media := [*_media("image", image), *_media("audio", audio)]:
+            prompt_tokens = lm.chat_prompt([_user_message(text_prompt, media)])
         text: list[str] = []
         arrivals: list[float] = []
         token_ids: list[int] = []
@@ -131,12 +140,16 @@ def discover_plugins(config: Config | None) -> None:
     current_registry(config)
 
 
-def _user_message(text: str, images: Sequence[Path]) -> dict[str, Any]:
-    """Return a message with pictures before its text."""
+def _media(kind: Literal["image", "audio"], paths: Sequence[Path] | None) -> list[Media]:
+    """Return files of pictures or sounds as media."""
     from interposer_engine._media import Media
 
-    parts = [Media("image", path.expanduser(), str(path)) for path in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return [Media(kind, path.expanduser(), str(path)) for path in paths or ()]
+
+
+def _user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
+    """Return a message with media before its text."""
+    return {"role": "user", "content": [*media, {"type": "text", "text": text}]}
 
 
 def _given(sampling: Values) -> Values:
@@ -247,6 +260,7 @@ _HELP = """\
 /clear         forget the conversation
 /system TEXT   set the system message, and forget the conversation
 /image FILE    add a picture to the next message
+/audio FILE    add a sound to the next message
 /exit          end; so does Ctrl-D
 Ctrl-C stops an answer; the part shown so far stays in the conversation."""
 
@@ -316,9 +330,10 @@ def _talk(conversation: _Conversation) -> None:
             _say(_HELP)
         elif command in ("/clear", "/system"):
             conversation.begin(argument.strip() if command == "/system" else conversation.system)
-        elif command == "/image":
+        elif command in ("/image", "/audio"):
             try:
-                conversation.attach(Path(argument.strip()).expanduser())
+                kind: Literal["image", "audio"] = "image" if command == "/image" else "audio"
+                conversation.attach(kind, Path(argument.strip()))
             except RequestError as error:
                 _say(f"error: {error}")
         elif command.startswith("/"):
@@ -348,23 +363,25 @@ class _Conversation:
     def begin(self, system: str | None) -> None:
         """Forget all messages and set the system message."""
         self.system = system
-        self._images: list[Path] = []
+        self._media: list[Media] = []
         self._messages: list[dict[str, Any]] = (
             [{"role": "system", "content": system}] if system else []
         )
 
-    def attach(self, image: Path) -> None:
-        """Add a picture to the next message.
+    def attach(self, kind: Literal["image", "audio"], path: Path) -> None:
+        """Add a picture or a sound to the next message.
 
-        Raises: RequestError: the model takes no pictures, or there is no such file.
+        Raises: RequestError: the model takes no such media, or there is no such file.
         """
         from interposer.errors import RequestError
 
-        if "image" not in self._lm.media_kinds:
-            raise RequestError(f"{self._lm.path} has no encoder for pictures. Try: another model")
-        if not image.is_file():
-            raise RequestError(f"{str(image)!r} is no file. Try: /image FILE")
-        self._images.append(image)
+        if kind not in self._lm.media_kinds:
+            noun = {"image": "pictures", "audio": "sounds"}[kind]
+            raise RequestError(f"{self._lm.path} has no encoder for {noun}. Try: another model")
+        (medium,) = _media(kind, [path])
+        if not medium.content.is_file():
+            raise RequestError(f"{str(medium.content)!r} is no file. Try: /{kind} FILE")
+        self._media.append(medium)
 
     def check(self) -> None:
         """Raise RequestError if the model has no usable chat template."""
@@ -378,8 +395,8 @@ class _Conversation:
         """Stream an answer to ``show``, append question and answer, and return statistics."""
         from interposer_engine._embedded_input import num_tokens
 
-        images, self._images = self._images, []
-        message = _user_message(text, images) if images else {"role": "user", "content": text}
+        media, self._media = self._media, []
+        message = _user_message(text, media) if media else {"role": "user", "content": text}
         prompt = self.prompt(message)
         started = time.perf_counter()
         parts: list[str] = []

@@ -33,10 +33,13 @@ class AudioLimits:
     Attributes:
         num_bytes: Bytes of a file.
         seconds: Duration, which is known before the samples are decoded.
+        num_samples: Samples of all channels of a file. Each takes 4 bytes while it is decoded, and
+            a small file can state many of them.
     """
 
     num_bytes: int = 2**32
     seconds: float = 24 * 3600.0
+    num_samples: int = 2**34
 
     def check_bytes(self, num_bytes: int) -> None:
         """Raise RequestError if a file is too large."""
@@ -46,8 +49,12 @@ class AudioLimits:
                 "Try: a compressed format, or several shorter files"
             )
 
-    def check_duration(self, num_samples: int, sampling_rate: int) -> None:
-        """Raise RequestError if a sound is empty, too long, or has an unusable sampling rate."""
+    def check_duration(self, num_samples: int, sampling_rate: int, channels: int = 1) -> None:
+        """Raise RequestError if a sound is empty, too long, or has an unusable sampling rate.
+
+        Args:
+            num_samples: Samples of each channel.
+        """
         if not 0 < sampling_rate <= _MAX_RATE:
             raise RequestError(
                 f"The sampling rate of the audio is {sampling_rate}, must be from 1 to "
@@ -59,6 +66,11 @@ class AudioLimits:
             raise RequestError(
                 f"The audio lasts {num_samples / sampling_rate:,.0f} seconds, the limit is "
                 f"{self.seconds:,.0f}. Try: several shorter files"
+            )
+        if num_samples * channels > self.num_samples:
+            raise RequestError(
+                f"The audio holds {num_samples * channels:,} samples, the limit is "
+                f"{self.num_samples:,}. Try: one channel of 16,000 samples per second"
             )
 
 
@@ -144,7 +156,7 @@ def _decode(content: bytes, limits: AudioLimits) -> tuple[Tensor, int]:
         ) from None
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
-            limits.check_duration(file.frames, file.samplerate)
+            limits.check_duration(file.frames, file.samplerate, file.channels)
             samples = torch.from_numpy(file.read(dtype="float32", always_2d=True))
             return samples.T, file.samplerate
     except soundfile.LibsndfileError as error:
@@ -179,7 +191,7 @@ def _decode_wave(content: bytes, limits: AudioLimits) -> tuple[Tensor, int] | No
     frame_bytes = channels * bits // 8
     # A program that writes to a pipe states no size, or the largest one.
     num_frames = min(size or 2**32, len(content) - position) // frame_bytes
-    limits.check_duration(num_frames, rate)
+    limits.check_duration(num_frames, rate, channels)
     stored = content[position : position + num_frames * frame_bytes]
     samples = _READERS[encoding, bits](stored)
     return samples.view(num_frames, channels).T, rate

@@ -6,10 +6,17 @@ Dimensions: S samples, F frames, M mel bins, N samples of a frame.
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from interposer.errors import CheckpointError
+from interposer_engine._checkpoint.files import read_json
+
+_PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 _HIGHEST_HERTZ = 8000.0
 # Frames per block, so that a long sound needs little memory: one minute in 10 ms steps.
@@ -30,18 +37,35 @@ class LogMel:
     """
 
     def __init__(self, sampling_rate: int, num_bins: int, frame_size: int, hop_size: int) -> None:
-        self.hop_size = hop_size
-        self._frame_size = frame_size
+        self.sampling_rate, self.frame_size, self.hop_size = sampling_rate, frame_size, hop_size
         self._window = torch.hann_window(frame_size)
         self._filters = mel_filters(sampling_rate, num_bins, frame_size)
 
+    @classmethod
+    def read(cls, path: Path, num_bins: int) -> LogMel:
+        """Read the settings of a checkpoint's features.
+
+        Args:
+            path: Folder of the checkpoint; a missing file or field stands for Whisper's values.
+        Raises: CheckpointError: a field holds no positive integer.
+        """
+        file, fields = _preprocessor(path)
+        sizes = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160}
+        for name, default in sizes.items():
+            size = fields.get(name, default)
+            if type(size) is not int or size < 1:
+                reason = f"{name} is {size!r:.100}, must be a positive integer"
+                raise CheckpointError(file, reason, "correct the field")
+            sizes[name] = size
+        return cls(sizes["sampling_rate"], num_bins, sizes["n_fft"], sizes["hop_length"])
+
     def __call__(self, samples: Tensor) -> Tensor:
         """Return the features ``[M, F]`` float32 of samples ``[S]``, with F = S / hop size."""
-        half, num_frames = self._frame_size // 2, len(samples) // self.hop_size
+        half, num_frames = self.frame_size // 2, len(samples) // self.hop_size
         # Reflection needs more samples than it adds.
         padded = functional.pad(samples, (0, max(0, half + 1 - len(samples))))
         padded = functional.pad(padded[None, None], (half, half), mode="reflect")[0, 0]
-        frames = padded.unfold(0, self._frame_size, self.hop_size)[:num_frames]
+        frames = padded.unfold(0, self.frame_size, self.hop_size)[:num_frames]
         bands = [self._bands(block) for block in frames.split(_BLOCK_FRAMES)]
         logarithms = torch.cat(bands).clamp(min=1e-10).log10()
         # Differences of more than 8 powers of ten below the loudest value are cut off.
@@ -74,3 +98,13 @@ def mel_filters(sampling_rate: int, num_bins: int, frame_size: int) -> Tensor:
 def _mel(hertz: float) -> float:
     """Return the mel number of a frequency of at least 1000 Hz."""
     return _LOG_START_HERTZ / _LINEAR_HERTZ + math.log(hertz / _LOG_START_HERTZ) / _LOG_STEP
+
+
+def _preprocessor(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that describes the features, and its fields; none if there is no file."""
+    for name in _PREPROCESSOR_FILES:
+        if (path / name).is_file():
+            fields = read_json(path / name)
+            nested = fields.get("feature_extractor")
+            return path / name, nested if isinstance(nested, dict) else fields
+    return path, {}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import CheckpointError, RequestError, near_names
-from interposer_engine._checkpoint.files import read_json
 from interposer_engine._speech.features import LogMel
 from interposer_engine._speech.languages import language_codes, language_names
 from interposer_engine._speech.rules import TranscriptRules
@@ -20,7 +19,6 @@ from interposer_engine._speech.rules import TranscriptRules
 TASKS = ("transcribe", "translate")
 # Models with fewer tokens know English only.
 _MULTILINGUAL_VOCABULARY = 51865
-_PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Encoder positions per frame: the second convolution halves the number of frames.
 _FRAMES_PER_POSITION = 2
 
@@ -30,10 +28,7 @@ class SpeechSettings:
     """Tokens of a speech model, and the sounds that its encoder reads.
 
     Attributes:
-        sampling_rate: Samples per second.
-        hop_size: Samples of one frame.
-        frame_size: Samples of the window of one frame.
-        num_bins: Mel bins of a frame.
+        log_mel: Computes the features of samples.
         num_frames: Frames of a window, which the encoder reads at once.
         start_token, end_token: First token of the decoder, and end token.
         previous_token: Token before the text of the preceding window; None without one.
@@ -45,10 +40,7 @@ class SpeechSettings:
         suppressed, suppressed_first, latest_start: See ``TranscriptRules``.
     """
 
-    sampling_rate: int
-    hop_size: int
-    frame_size: int
-    num_bins: int
+    log_mel: LogMel
     num_frames: int
     start_token: int
     end_token: int
@@ -80,7 +72,7 @@ class SpeechSettings:
             feature_shape: Mel bins of a frame, and frames of a window.
         Raises: CheckpointError: there is no start or end token, or a field holds no tokens.
         """
-        sound = _preprocessor(path)
+        log_mel = LogMel.read(path, feature_shape[0])
         end_tokens = fields.get("eos_token_id")
         tokens = {
             "decoder_start_token_id": fields.get(
@@ -111,10 +103,7 @@ class SpeechSettings:
         if no_speech is None and no_timestamps is not None:
             no_speech = no_timestamps - 1
         return cls(
-            sampling_rate=sound.get("sampling_rate", 16000),
-            hop_size=sound.get("hop_length", 160),
-            frame_size=sound.get("n_fft", 400),
-            num_bins=feature_shape[0],
+            log_mel=log_mel,
             num_frames=feature_shape[1],
             start_token=tokens["decoder_start_token_id"],
             end_token=tokens["eos_token_id"],
@@ -129,19 +118,15 @@ class SpeechSettings:
             latest_start=fields.get("max_initial_timestamp_index"),
         )
 
-    def log_mel(self) -> LogMel:
-        """Return the function that computes the features of samples."""
-        return LogMel(self.sampling_rate, self.num_bins, self.frame_size, self.hop_size)
-
     @property
     def window_samples(self) -> int:
         """Samples of a window."""
-        return self.num_frames * self.hop_size
+        return self.num_frames * self.log_mel.hop_size
 
     @property
     def frame_seconds(self) -> float:
         """Duration from one frame to the next."""
-        return self.hop_size / self.sampling_rate
+        return self.log_mel.hop_size / self.log_mel.sampling_rate
 
     @property
     def first_timestamp(self) -> int | None:
@@ -207,16 +192,6 @@ class SpeechSettings:
             latest_start=self.latest_start,
             no_speech=self.no_speech,
         )
-
-
-def _preprocessor(path: Path) -> dict[str, Any]:
-    """Return the fields that describe the features; empty if no file states any."""
-    for name in _PREPROCESSOR_FILES:
-        if (path / name).is_file():
-            fields = read_json(path / name)
-            nested = fields.get("feature_extractor")
-            return nested if isinstance(nested, dict) else fields
-    return {}
 
 
 def _token_ids(

@@ -146,7 +146,7 @@ class Transcriber:
         """
         self._lm = lm
         self.settings = settings
-        self._log_mel = settings.log_mel()
+        self._log_mel = settings.log_mel
         self._context = lm.engine.model.config.max_position_embeddings
 
     def stream(self, samples: Tensor, options: TranscriptionOptions) -> TranscriptStream:
@@ -160,7 +160,9 @@ class Transcriber:
         # Raise for an impossible request before anything is computed.
         self.settings.rules(language, options.task, timestamps=options.timestamps)
         windows = self._windows(samples, options, language)
-        return TranscriptStream(windows, len(samples) / self.settings.sampling_rate, options.task)
+        return TranscriptStream(
+            windows, len(samples) / self.settings.log_mel.sampling_rate, options.task
+        )
 
     def _language(self, options: TranscriptionOptions) -> str | None:
         if options.language is not None:
@@ -171,7 +173,7 @@ class Transcriber:
         self, samples: Tensor, options: TranscriptionOptions, language: str | None
     ) -> Iterator[tuple[TranscriptSegment, ...]]:
         """Yield the segments of each window; none of a window without speech."""
-        num_frames = max(1, len(samples) // self.settings.hop_size)
+        num_frames = max(1, len(samples) // self.settings.log_mel.hop_size)
         # A sound that is shorter than a window is followed by silence, as in training.
         missing_samples = max(0, self.settings.window_samples - len(samples))
         features = self._log_mel(functional.pad(samples, (0, missing_samples)))
