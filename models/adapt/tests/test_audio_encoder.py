@@ -291,7 +291,7 @@ def test_a_small_file_of_many_samples_is_refused_before_it_is_decoded(voxtral: C
 def test_mutated_files_are_decoded_or_refused(voxtral: Case, seed: int, count: int) -> None:
     generator = random.Random(seed)
     files = [wav_of(samples_of(0.02)), float_wav_of(samples_of(0.02) / np.float32(32768))]
-    encoder = another(voxtral, limits=SoundLimits(file=AudioLimits(seconds=4.0)), cached_bytes=0)
+    encoder = another(voxtral, limits=SoundLimits(file=AudioLimits(seconds=1.0)), cached_bytes=0)
     outcomes = {"decoded": 0, "refused": 0}
     for _ in range(count):
         content = bytearray(generator.choice(files))

@@ -35,7 +35,8 @@ def resample(samples: Tensor, rate: int, target_rate: int) -> Tensor:
     padding = reach, reach + num_steps * step - len(samples) + 1
     padded = functional.pad(samples.to(torch.float32), padding)
     outputs = torch.empty(num_steps, num_phases)
-    for phase in range(num_phases):
+    # A short sound has fewer outputs than phases, if the rates have no common divisor.
+    for phase in range(min(num_phases, num_outputs)):
         first, remainder = divmod(phase * step, num_phases)
         weights = _taps(remainder / num_phases, cutoff, reach)
         # Every step of the input repeats the phase: the rows overlap in memory.
