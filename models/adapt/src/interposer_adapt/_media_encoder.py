@@ -115,7 +115,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
         token_id: the placeholder for a medium in a prompt.
     """
 
-    kinds: ClassVar[frozenset[str]]
+    kinds: frozenset[str]
     noun: ClassVar[str]
 
     def __init__(
