@@ -6,6 +6,8 @@ and the first frame of an animation.
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BytesIO
@@ -18,6 +20,7 @@ from interposer_engine import Media
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Formats of Pillow that are decoded. Other decoders, such as EPS, run programs or are rarely
 tested with hostile files."""
+_MODULES_OF_PILLOW = re.compile(r"PIL\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ def read_image(media: Media, limits: ImageLimits) -> ImageSource:
     """
     from PIL import Image
 
+    _ignore_warnings()
     place = media.place or "The image"
     if media.max_pixels is not None:
         limits = replace(limits, pixels=media.max_pixels)
@@ -94,7 +98,7 @@ def decode_image(source: ImageSource) -> Any:
     try:
         # Reads the header only.
         image = Image.open(BytesIO(source.content), formats=FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except Image.DecompressionBombError as error:
         raise _too_large(source.place, str(error), source.limits) from error
     except foreign_errors() as error:
         raise RequestError(
@@ -102,6 +106,17 @@ def decode_image(source: ImageSource) -> Any:
             f"Try: a complete file in one of the formats {', '.join(FORMATS)}"
         ) from error
     return _upright(image, source.place, source.limits)
+
+
+def _ignore_warnings() -> None:
+    """Ignore the warnings of Pillow in this process, such as those of damaged metadata.
+
+    Python would keep the text of each warning, which a client can make different each time. A
+    filter for one call is not possible: threads share the filters.
+    """
+    rule = ("ignore", None, Warning, _MODULES_OF_PILLOW, 0)
+    if rule not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_MODULES_OF_PILLOW.pattern)
 
 
 def _upright(image: Any, place: str, limits: ImageLimits) -> Any:
@@ -120,9 +135,6 @@ def _upright(image: Any, place: str, limits: ImageLimits) -> Any:
         )
     try:
         image = ImageOps.exif_transpose(image)
-        if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-            # Same colours as without this step, which avoids a warning of Pillow.
-            image = image.convert("RGBA")
         return image.convert("RGB")
     except foreign_errors() as error:
         raise RequestError(
