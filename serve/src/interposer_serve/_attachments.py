@@ -102,7 +102,7 @@ class AttachmentForm:
             parts[index] = Attachment(part_type.kind, address, place, part)
 
     def _parts(self, path: str, items: object) -> Iterator[tuple[list[Any], int, str]]:
-        """Yield each part that is an object: its list, its index and its place."""
+        """Yield the list, index and place of each JSON object among the parts of messages."""
         for at, item in enumerate(items if isinstance(items, list) else ()):
             for name in self.contents if isinstance(item, dict) else ():
                 parts = item.get(name)

@@ -61,7 +61,7 @@ class SpeechAnswering:
             job.fail(error)
 
     async def stop(self) -> None:
-        """End the threads, each after its current window."""
+        """Cancel all transcripts; each thread ends after the window that it decodes."""
         for job in self._jobs:
             job.fail(Gone())
         with suppress(TimeoutError):
@@ -164,7 +164,7 @@ class _Job:
             self._put(error)
 
     def fail(self, error: Exception) -> None:
-        """End the job after its current window, with an error for the task that reads it."""
+        """Cancel the transcript after the current window; its reader gets ``error``."""
         self._is_cancelled.set()
         self._results.put_nowait(error)
 

@@ -51,7 +51,7 @@ class Linear(PluggableLayer):
     exchanges: ClassVar[int] = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and count it if it exchanges the weights."""
+        """Set an attribute; a new kernel or new operands count as an exchange of weights."""
         if name in ("kernel", "operands"):
             Linear.count_exchange()
         super().__setattr__(name, value)

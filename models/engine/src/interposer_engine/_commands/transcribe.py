@@ -29,7 +29,7 @@ class TranscriptFormat(StrEnum):
 
 
 class Task(StrEnum):
-    """What a model writes of the speech that it hears."""
+    """Text in the spoken language, or a translation to English."""
 
     TRANSCRIBE = "transcribe"
     TRANSLATE = "translate"
