@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from interposer import Kernel, LayerEntry, OpEntry, hookimpl
+from interposer import Candidate, Choice, Kernel, LayerEntry, OpEntry, Request, hookimpl
+from interposer._contract.verdict import Refusal
+from interposer._plugins.acceptance import acceptance_of
 from interposer._plugins.plugins import Plugins, PluginWarning
 from interposer.errors import PluginConflictError, PluginError
 
@@ -204,3 +207,33 @@ def test_records_of_one_distribution_are_distinguished_by_name(make_plugin: Make
     kernels = [Kernel("linear", "x", "a:b"), Kernel("embedding", "x", "a:b")]
     layers = [LayerEntry("linear", "x", "a:b"), LayerEntry("embedding", "x", "a:b")]
     assert len(Plugins.of(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4
+
+
+REFUSAL = Refusal("slow", "acme-kernels 1.2", "needs avx2")
+
+
+def changed_dims(choice: Choice) -> None:
+    choice.request.dims["size"] = 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_dims,
+        lambda choice: object.__setattr__(choice.refusals[0], "reason", "mine"),
+        lambda choice: object.__setattr__(choice.chosen.record, "target", "mine:kernel"),
+        lambda choice: object.__setattr__(choice.request.capability, "features", frozenset("x")),
+    ],
+)
+def test_an_observer_that_changes_a_part_of_a_choice_is_quarantined(
+    change: Callable[[Choice], None], make_plugin: Make
+) -> None:
+    acceptance = acceptance_of(KERNEL)
+    chosen = Candidate(KERNEL.name, "acme-kernels", "1.2", 10.0, KERNEL, acceptance)
+    choice = Choice(Request("kernel", "scale", dims={"size": 1}), chosen, "score", (REFUSAL,))
+    original = copy.deepcopy(choice)
+    plugins = Plugins.of(make_plugin("a", interposer_selected=lambda choice: change(choice)))
+    with pytest.warns(PluginWarning, match="changes the choice that it receives"):
+        plugins.observe("interposer_selected", choice=choice)
+    assert choice == original
+    assert plugins.failed

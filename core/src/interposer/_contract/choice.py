@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from interposer._contract.copying import copied
 from interposer._contract.records import Record
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
@@ -26,7 +26,7 @@ class Candidate:
     def __deepcopy__(self, memo: object) -> Candidate:
         # Copy the record, which the plugin could change. ``judge`` may refer to modules, which
         # cannot be copied.
-        return replace(self, record=copy.deepcopy(self.record))
+        return replace(self, record=copied(self.record))
 
     @property
     def qualified_name(self) -> str:

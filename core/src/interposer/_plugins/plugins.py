@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -12,6 +11,7 @@ from typing import Any
 import pluggy
 
 from interposer import hookspecs
+from interposer._contract.copying import copied
 from interposer._contract.errors import (
     InterposerError,
     PluginConflictError,
@@ -267,7 +267,7 @@ class Plugins:
             name = implementation.plugin_name
             if not self._manager.has_plugin(name):
                 continue  # quarantined since the list was made
-            arguments = {k: _copied(facts[k]) for k in implementation.argnames}
+            arguments = {k: copied(facts[k]) for k in implementation.argnames}
             try:
                 implementation.function(**arguments)
                 changed = [k for k, fact in arguments.items() if fact != facts[k]]
@@ -405,11 +405,6 @@ class Plugins:
             distribution=failure.distribution,
             reason=failure.error.reason,
         )
-
-
-def _copied(fact: Any) -> Any:
-    # A copied exception would never be equal to the original.
-    return fact if isinstance(fact, BaseException) else copy.deepcopy(fact)
 
 
 def in_code(plugin: Any, name: str = "") -> Source:

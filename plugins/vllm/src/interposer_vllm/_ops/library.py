@@ -112,6 +112,12 @@ def _is_registered(name: str) -> bool:
 
 def _installed() -> tuple[str, Path] | None:
     """Return vLLM's name with version, and the package's folder; None if vLLM is not installed."""
+    return _find(tuple(sys.path))
+
+
+@cache
+def _find(path: tuple[str, ...]) -> tuple[str, Path] | None:
+    """Search ``path``, which is ``sys.path``, once; each selection of a kernel asks for vLLM."""
     for name in _DISTRIBUTIONS:
         try:
             installed = distribution(name)
