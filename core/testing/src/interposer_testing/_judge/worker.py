@@ -139,6 +139,7 @@ class Surroundings:
     _CLASSES = ("Tensor", "cuda.Event", "cuda.Stream", "nn.Module", "utils.data.DataLoader")
 
     def __init__(self) -> None:
+        self._num_frozen = gc.get_freeze_count()
         self._functions = self._current_functions()
         self._settings = self._current_settings()
         self._changes: dict[str, None] = {}
@@ -188,7 +189,7 @@ class Surroundings:
             "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
             "the default device": str(torch.get_default_device()),
             "flushing of subnormals": bool(torch.tensor(1e-310, dtype=torch.float64) * 1 == 0),
-            "gc.get_freeze_count() > 0": gc.get_freeze_count() > 0,
+            "a call of gc.freeze()": gc.get_freeze_count() > self._num_frozen,
             "gc.get_threshold()": gc.get_threshold(),
             "the current folder": str(Path.cwd()),
             "sys.gettrace()": repr(sys.gettrace()),
@@ -700,6 +701,9 @@ def main() -> None:
     limit_privileges()
     channel, memory = (int(argument) for argument in sys.argv[1:])
     del sys.argv[1:]
+    # The collections before timed calls would visit all objects of torch, a tenth of a second each.
+    gc.collect()
+    gc.freeze()
     Channel(socket.socket(fileno=channel)).serve(Functions(mmap.mmap(memory, 0)).actions())
 
 
