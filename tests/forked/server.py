@@ -18,20 +18,32 @@ import socket
 import sys
 import traceback
 import types
+import weakref
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # imports leave almost no garbage, and take longer while some is sought
 import torch
 import torch._dynamo
+import transformers.models.llama.modeling_llama
 
 import interposer
+import interposer_adapt
 import interposer_engine
+import interposer_serve._commands.serve
 import interposer_tools.options
 
 # Loaded on first use, which would be in each program. Neither reads the environment, nor what is
 # installed. The plugin of pytest is left to pytest, which rewrites what it imports.
-LOADED = (interposer.Resolver, interposer.explain, interposer_engine.load, interposer_tools.doctor)
+LOADED = (
+    interposer.Resolver,
+    interposer.explain,
+    interposer_adapt.load_encoder,
+    interposer_engine.load,
+    interposer_serve.application,
+    interposer_tools.doctor,
+    transformers.AutoTokenizer,
+)
 
 
 def main() -> None:
@@ -39,6 +51,9 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(sys.argv[1])
         listening.listen()
+        # Those of torch's libraries would take half a second at the end of each program.
+        for finalizer in vars(weakref.finalize)["_registry"]:
+            finalizer.atexit = False
         gc.freeze()
         gc.enable()
         print(f"torch {torch.__version__} and {interposer_tools.__name__} are there", flush=True)
