@@ -54,6 +54,9 @@ class Forks:
     def command(self, *arguments: str | Path) -> list[str]:
         """Return the command that does what ``python *arguments`` would, in a fork."""
         first, *rest = map(str, arguments)
+        if [first, *rest[:1]] == ["-m", "pytest"]:
+            # Of its plugins, the server has imported that of anyio.
+            rest += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
         source, given = {"-m": (MODULE, rest), "-c": (rest[0] if rest else "", rest[1:])}.get(
             first, (SCRIPT, [first, *rest])
         )
