@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import landing, tiers
+from tests.commands import Command
 from tqdm import tqdm
 
 from interposer import Config, Registry, hookimpl, use
@@ -130,6 +131,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _nothing_measured() -> None:
     """Start without measurements, which change what is chosen."""
     shutil.rmtree(_CACHE / "measurements", ignore_errors=True)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Call ``interposer`` with arguments."""
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from serve.tests.certificates import write_certificate
 from tests.adapter_files import write_adapter
+from tests.commands import Command
 from tests.forks import forks
 from tests.processes import served
 
@@ -28,7 +29,7 @@ from interposer_serve._commands.serve import serve
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 
-def command(folder: Path, *options: str) -> list[str]:
+def forked(folder: Path, *options: str) -> list[str]:
     return forks().command("-m", "interposer_tools", "serve", str(folder), *options)
 
 
@@ -36,7 +37,7 @@ def started(
     folder: Path, *options: str
 ) -> AbstractContextManager[tuple[str, subprocess.Popen[str]]]:
     """Return a block in which the command runs, which is given where it serves."""
-    return served(command(folder, "--port=0", "--cache-tokens=1024", *options))
+    return served(forked(folder, "--port=0", "--cache-tokens=1024", *options))
 
 
 def ask(url: str, body: Any = None, key: str = "") -> Any:
@@ -116,7 +117,7 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
 def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> None:
     with started(chat_folder) as (url, _):
         port = url.rpartition(":")[2]
-        arguments = command(chat_folder, f"--port={port}")
+        arguments = forked(chat_folder, f"--port={port}")
         second_server = subprocess.run(
             arguments, capture_output=True, text=True, timeout=120, check=False
         )
@@ -127,7 +128,7 @@ def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> No
 
 def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        arguments = command(chat_folder, f"--port={listener.getsockname()[1]}")
+        arguments = forked(chat_folder, f"--port={listener.getsockname()[1]}")
         process = subprocess.run(
             arguments, capture_output=True, text=True, timeout=120, check=False
         )
@@ -163,14 +164,14 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     ],
 )
 def test_invalid_options_are_reported(
-    chat_folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
+    command: Command, chat_folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# none\n")
-    arguments = command(chat_folder, "--port=0", *(option.format(keys=keys) for option in options))
-    process = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
-    assert process.returncode in (1, 2)
-    assert message in process.stderr
+    given = (option.format(keys=keys) for option in options)
+    code, _, errors = command("serve", chat_folder, "--port=0", *given)
+    assert code in (1, 2)
+    assert message in errors
 
 
 def test_the_command_serves_https_to_other_hosts_and_origins(
@@ -236,7 +237,7 @@ def test_the_command_serves_the_models_of_a_file(chat_folder: Path, tmp_path: Pa
         embed = true
         """
     )
-    with served(command(chat_folder, "--port=0", "--cache-tokens=1024", f"--models={file}")) as (
+    with served(forked(chat_folder, "--port=0", "--cache-tokens=1024", f"--models={file}")) as (
         url,
         _,
     ):
@@ -276,16 +277,17 @@ def test_the_command_serves_the_models_of_a_file(chat_folder: Path, tmp_path: Pa
         ("max_loaded = 'b'\n[models.a]\npath = '.'", "max_loaded is 'b', must be an integer"),
     ],
 )
-def test_mistakes_in_a_file_of_models_are_reported(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_in_a_file_of_models_are_reported(
+    command: Command, tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "models.toml"
     file.write_text(text)
-    args = forks().command("-m", "interposer_tools", "serve", f"--models={file}", "--port=0")
-    result = subprocess.run(args, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2
-    assert message in " ".join(result.stderr.split())
+    code, _, errors = command("serve", f"--models={file}", "--port=0")
+    assert code == 2
+    assert message in " ".join(errors.split())
 
 
-def test_several_models_have_names_of_their_own(chat_folder: Path) -> None:
+def test_several_models_have_names_of_their_own(command: Command, chat_folder: Path) -> None:
     for options, message in (
         (["--name=a"], "--name is given with several models"),
         (["--adapter=a=b"], "--adapter is given with several models"),
@@ -295,7 +297,6 @@ def test_several_models_have_names_of_their_own(chat_folder: Path) -> None:
         (["--prefix-cache", "--prefix-offload=8"], "--prefix-offload '8' is no size"),
         ([], f"Two models or adapters are called '{chat_folder.name}'"),
     ):
-        args = command(chat_folder, str(chat_folder), "--port=0", *options)
-        result = subprocess.run(args, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 2
-        assert message in " ".join(result.stderr.split())
+        code, _, errors = command("serve", chat_folder, chat_folder, "--port=0", *options)
+        assert code == 2
+        assert message in " ".join(errors.split())

@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from tests.adapter_files import write_adapter
+from tests.commands import Command
 
 from interposer_engine import plan
 from interposer_engine._bench.kinds import Kind, Sample, Step
 from interposer_engine._bench.report import Row
 from interposer_engine.roofline import Mixing, ModelWork, Roofs
-from interposer_tools import main
 
 TINY = ("--prompt", "24", "--contexts", "1,16", "--new-tokens", "8", "--batch", "3")
 QUICK = (*TINY, "--rounds", "2", "--read-mib", "1")
 ROOFS = Roofs(1e9, "a copy", 1e12, 1)
 
 
-class Command:
-    """Calls the command and keeps what it printed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch = monkeypatch
-        self.capsys = capsys
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["interposer", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = self.capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+Bench = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
+def bench(command: Command) -> Bench:
+    return partial(command, "bench")
 
 
-def test_json_has_a_row_for_each_kind(command: Command, llama: Path, tmp_path: Path) -> None:
+def test_json_has_a_row_for_each_kind(bench: Bench, llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (96, 64)})
     more = ("--adapter", adapter, "--shared-prefix", "100", "--speculate", "ngram")
-    code, out, err = command(llama, *QUICK, *more, "--json")
+    code, out, err = bench(llama, *QUICK, *more, "--json")
     assert code == 0, err
     report = json.loads(out)
     assert list(report) == [
@@ -88,11 +77,9 @@ def test_json_has_a_row_for_each_kind(command: Command, llama: Path, tmp_path: P
     assert seconds_cached < 0.25 * seconds_new
 
 
-def test_table_and_drawings_have_the_same_rows(
-    command: Command, llama: Path, tmp_path: Path
-) -> None:
+def test_table_and_drawings_have_the_same_rows(bench: Bench, llama: Path, tmp_path: Path) -> None:
     svg = tmp_path / "rows.svg"
-    code, out, err = command(llama, *QUICK, "--contexts", "9999", "--plot", "--svg", svg)
+    code, out, err = bench(llama, *QUICK, "--contexts", "9999", "--plot", "--svg", svg)
     assert code == 0, err
     table, _, plot = out.partition("note: a context is cut from 9999 to 503: the context is 512")
     names = ("prefill of 24", "decode, context 503", "batch of 3", "95 % of gaps within")
@@ -104,8 +91,8 @@ def test_table_and_drawings_have_the_same_rows(
     assert {"prefill of 24", "decode of 4, prompts of 24 join"} <= drawn
 
 
-def test_llama_bench_rows_have_its_format(command: Command, llama: Path) -> None:
-    code, out, err = command(llama, *QUICK, "--llama-bench", "--quantization", "fp8")
+def test_llama_bench_rows_have_its_format(bench: Bench, llama: Path) -> None:
+    code, out, err = bench(llama, *QUICK, "--llama-bench", "--quantization", "fp8")
     assert code == 0, err
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
     assert lines[0] == ["model", "size", "params", "backend", "threads", "test", "t/s"]
@@ -127,16 +114,16 @@ def test_llama_bench_rows_have_its_format(command: Command, llama: Path) -> None
     ],
 )
 def test_a_bad_option_is_a_usage_error_with_one_message(
-    command: Command, llama: Path, arguments: tuple[str, ...], message: str
+    bench: Bench, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, out, err = command(llama, *QUICK, *arguments)
+    code, out, err = bench(llama, *QUICK, *arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
 
 
-def test_an_adapter_that_is_missing_ends_with_one_message(command: Command, llama: Path) -> None:
-    code, out, err = command(llama, *QUICK, "--adapter", "nowhere")
+def test_an_adapter_that_is_missing_ends_with_one_message(bench: Bench, llama: Path) -> None:
+    code, out, err = bench(llama, *QUICK, "--adapter", "nowhere")
     assert (code, out) == (1, "")
     assert "nowhere" in err
     assert "Traceback" not in err

@@ -12,31 +12,11 @@ import pytest
 from models.engine.tests.test_audio import sine, wav
 from models.tests.speech_checkpoints import write_speech_model
 from tests.adapter_files import write_adapter
+from tests.commands import Command
 
 from interposer import explain
 from interposer.errors import ConfigError
 from interposer_engine import load
-from interposer_tools import main
-
-
-class Command:
-    """Calls the command and keeps what it printed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch = monkeypatch
-        self.capsys = capsys
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["interposer", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = self.capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
 
 
 def test_transcribe_writes_text_json_and_subtitles(

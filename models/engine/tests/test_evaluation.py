@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.engine.tests.test_commands import Command
+from tests.commands import Command
 
 from interposer.errors import RequestError
 from interposer_engine import TextTokenizer
@@ -16,11 +16,6 @@ from interposer_engine._commands import evaluate
 from interposer_engine.parts import MissingTokenizer
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

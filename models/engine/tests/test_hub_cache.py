@@ -6,32 +6,16 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from models.engine.tests.test_hub_models import NAME, NEEDED, STDLIB, Repository, served_hub
+from tests.commands import Command
 
 from interposer_engine import load
-from interposer_tools import main
 
 pytestmark = pytest.mark.process
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a runner of the program, which returns the exit code and the output."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["interposer", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
