@@ -24,16 +24,16 @@ install: $(INSTALLED) ## Install every distribution and the tools into .venv, if
 demo: $(INSTALLED) ## Run the example of the README.
 	$(BIN)/python examples/demo.py
 
-# One after the other: a linter beside the tests would take the processor that a test waits for.
+# The linters run alone: beside the tests they would take the processor that a test waits for. Both
+# tiers are one run, because collecting the tests takes half a minute, and three workers, because
+# tests of the process tier often wait for a process or a deadline.
 test: $(INSTALLED) ## Run what every change must pass: the linters, then the quick and the process tests.
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory test-quick
-	@$(MAKE) --no-print-directory test-process
+	$(PYTEST) -n 3 --dist loadgroup -m "not slow and $(AVAILABLE)"
 
 test-quick: $(INSTALLED) ## Run the tests that start no process and open no socket.
 	$(PYTEST) -n 2 --dist loadgroup -m "not process and not slow and $(AVAILABLE)"
 
-# Three workers, because these tests often wait for a process or a deadline.
 # Collecting the modules without such tests would take half a minute.
 PROCESS_MODULES = $(shell grep -rlwE 'process|conformance|check_lightness' --include='test_*.py' $(wildcard $(DISTRIBUTIONS:%=%/tests)) tests)
 test-process: $(INSTALLED) ## Run the tests that start processes or servers.
@@ -58,7 +58,7 @@ RUNS ?= 10
 test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to find tests that fail now and then.
 	@for run in $$(seq $(RUNS)); do \
 		echo "run $$run of $(RUNS)"; \
-		$(MAKE) --no-print-directory test-quick && $(MAKE) --no-print-directory test-process || exit 1; \
+		$(PYTEST) -n 3 --dist loadgroup -m "not slow and $(AVAILABLE)" || exit 1; \
 	done
 
 test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transformers and PEFT: 2,000 of config.json and of tokenizer files, 500 of each other file. An hour.

@@ -26,11 +26,12 @@ if __name__ == "__main__":
 import torch
 import torch._dynamo
 import transformers.models.llama.modeling_llama
+import uvicorn
 
 import interposer
 import interposer_adapt
 import interposer_engine
-import interposer_serve._commands.serve
+import interposer_serve
 import interposer_tools.options
 
 # Loaded on first use, which would be in each program. Neither reads the environment, nor what is
@@ -43,6 +44,7 @@ LOADED = (
     interposer_serve.application,
     interposer_tools.doctor,
     transformers.AutoTokenizer,
+    uvicorn.Server,
 )
 
 

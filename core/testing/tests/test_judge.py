@@ -160,6 +160,7 @@ _IN_EVERY_LANDING = {
 }
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("code", "check"),
     [

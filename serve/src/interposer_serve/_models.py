@@ -507,6 +507,9 @@ class Models:
         # closed language model has freed its weights, an encoder is freed by the collection below.
         if isinstance(model.model, LanguageModel):
             await in_daemon_thread(model.model.close)
+            if not model.is_frozen:
+                model.model = None
+                return
         model.model = None
         if model.is_frozen:
             gc.unfreeze()
