@@ -94,7 +94,9 @@ class ColourEncoder:
         size = json.loads((folder / "config.json").read_text())["hidden_size"]
         self._weights = torch.randn(3, size, generator=torch.Generator().manual_seed(1))
 
-    def embed(self, token_ids: Sequence[int], media: Sequence[Media]) -> list[int | EmbeddedInput]:
+    def embed(
+        self, token_ids: Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
+    ) -> list[int | EmbeddedInput]:
         """Put the vectors of media in place of the placeholders."""
         places = [self._kinds[token] for token in token_ids if token in self._kinds]
         if places != [medium.kind for medium in media]:

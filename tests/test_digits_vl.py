@@ -5,15 +5,20 @@ from __future__ import annotations
 import base64
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from serve.tests.conftest import serving
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from interposer_engine import LanguageModel, load
+from interposer_engine.parts import num_tokens as num_tokens_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHIPPED = EXAMPLES / "models" / "digits-vl"
@@ -68,18 +73,151 @@ def test_it_reads_two_pictures_in_their_order(pictures: ModuleType, lm: Language
     assert sum(right) >= 0.8 * NUM_PICTURES
 
 
+def chat_body(question: str, image: bytes) -> dict[str, Any]:
+    address = {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"}
+    parts = [{"type": "image_url", "image_url": address}, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def responses_body(question: str, image: bytes) -> dict[str, Any]:
+    address = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    parts = [
+        {"type": "input_image", "image_url": address},
+        {"type": "input_text", "text": question},
+    ]
+    return {"input": [{"role": "user", "content": parts}]}
+
+
+def messages_body(question: str, image: bytes) -> dict[str, Any]:
+    content = base64.b64encode(image).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": content}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8}
+
+
+@dataclass(frozen=True)
+class Api:
+    """An endpoint: its body for a picture, and the fields of its response."""
+
+    path: str
+    body: Callable[[str, bytes], dict[str, Any]]
+    text: Callable[[Any], str]
+    num_prompt_tokens: Callable[[Any], int]
+
+
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        chat_body,
+        lambda body: str(body["choices"][0]["message"]["content"]),
+        lambda body: int(body["usage"]["prompt_tokens"]),
+    ),
+    "responses": Api(
+        "/v1/responses",
+        responses_body,
+        lambda body: str(body["output"][0]["content"][0]["text"]),
+        lambda body: int(body["usage"]["input_tokens"]),
+    ),
+    "messages": Api(
+        "/v1/messages",
+        messages_body,
+        lambda body: str(body["content"][0]["text"]),
+        lambda body: int(body["usage"]["input_tokens"]),
+    ),
+}
+
+
 @pytest.mark.process
-def test_the_server_reads_pictures(pictures: ModuleType, lm: LanguageModel) -> None:
-    right = []
+def test_the_server_reads_pictures_of_each_api(pictures: ModuleType, lm: LanguageModel) -> None:
+    drawn = held_out(pictures, NUM_PICTURES)
+    expected = [lm.chat(message(pictures, file)) for file, _ in drawn]
+    num_tokens = [num_tokens_of(lm.chat_prompt(message(pictures, file))) for file, _ in drawn]
     with serving(lm, "digits") as served:
-        for file, digits in held_out(pictures, NUM_PICTURES):
-            address = f"data:image/png;base64,{base64.b64encode(file).decode()}"
-            content = [
-                {"type": "image_url", "image_url": {"url": address}},
-                {"type": "text", "text": pictures.QUESTION},
-            ]
-            body = {"model": "digits", "messages": [{"role": "user", "content": content}]}
-            answer = served.ask("/v1/chat/completions", body).body
-            assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
-            right.append(answer["choices"][0]["message"]["content"] == digits)
-    assert sum(right) >= 0.9 * NUM_PICTURES
+        for api in APIS.values():
+            bodies = [api.body(pictures.QUESTION, file) for file, _ in drawn]
+            answers = [served.ask(api.path, {"model": "digits", **body}).body for body in bodies]
+            assert [*map(api.text, answers)] == [completion.text for completion in expected]
+            assert [*map(api.num_prompt_tokens, answers)] == num_tokens
+            damaged = api.body(pictures.QUESTION, drawn[0][0][:40])
+            refused = served.ask(api.path, {"model": "digits", **damaged})
+            assert refused.status == 400
+            field = next(iter(api.body("", b"").keys() & {"input", "messages"}))
+            place = f"{field}[0].content[0] is not a readable picture"
+            assert refused.error["message"].startswith(place)
+        # A later question about the picture of an earlier one.
+        first = served.ask(
+            "/v1/responses",
+            {"model": "digits", **responses_body(pictures.QUESTION, drawn[0][0])},
+        ).body
+        later = served.ask(
+            "/v1/responses",
+            {
+                "model": "digits",
+                "input": pictures.QUESTION,
+                "previous_response_id": first["id"],
+            },
+        ).body
+    assert later["usage"]["input_tokens_details"]["image_tokens"] > 0
+    dialog = [
+        *message(pictures, drawn[0][0]),
+        {"role": "assistant", "content": expected[0].text},
+        {"role": "user", "content": pictures.QUESTION},
+    ]
+    assert APIS["responses"].text(later) == lm.chat(dialog).text
+
+
+@contextmanager
+def counted_images() -> Iterator[list[nn.Module]]:
+    """Yield a list that gets an item for each run of an image encoder."""
+    runs: list[nn.Module] = []
+
+    def count(module: nn.Module, _: Any) -> None:
+        if type(module).__name__.startswith("Qwen2VisionTransformer"):
+            runs.append(module)
+
+    hook = register_module_forward_pre_hook(count)
+    try:
+        yield runs
+    finally:
+        hook.remove()
+
+
+@pytest.mark.process
+def test_clients_share_no_vectors_of_pictures(pictures: ModuleType) -> None:
+    (file, _) = held_out(pictures, 1)[0]
+    with (
+        load(SHIPPED, cache_tokens=4096) as lm,
+        serving(lm, "digits", keys=["first", "second"]) as served,
+        counted_images() as runs,
+    ):
+
+        def num_encoded(key: str, api: Api = APIS["chat"], **fields: str) -> int:
+            before = len(runs)
+            body = {"model": "digits", **api.body(pictures.QUESTION, file), **fields}
+            answer = served.ask(api.path, body, authorization=f"Bearer {key}")
+            assert answer.status == 200, answer.body
+            return len(runs) - before
+
+        assert num_encoded("first") == 1
+        assert [num_encoded("first", api) for api in APIS.values()] == [0, 0, 0]
+        assert num_encoded("second") == 1
+        assert num_encoded("second") == 0
+        assert num_encoded("first", cache_salt="a") == 1
+        assert num_encoded("first", cache_salt="a") == 0
+        assert num_encoded("first", cache_salt="b") == 1
+
+
+def test_salts_separate_the_vectors_of_pictures(pictures: ModuleType, lm: LanguageModel) -> None:
+    (file, digits) = held_out(pictures, 1)[0]
+    question = message(pictures, file)
+    with counted_images() as runs:
+        answers = {
+            salt: [lm.chat(question, cache_salt=salt).text for _ in range(2)]
+            for salt in ("here", "there")
+        }
+        prompts = [lm.chat_prompt(question, cache_salt=salt) for salt in answers]
+    assert answers == dict.fromkeys(answers, [digits] * 2)
+    # Each salt encodes the picture once.
+    assert len(runs) == 2
+    first, second = ([part for part in prompt if not isinstance(part, int)] for prompt in prompts)
+    assert all(one is not other for one, other in zip(first, second, strict=True))

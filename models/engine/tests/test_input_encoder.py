@@ -21,7 +21,9 @@ class ColourEncoder:
     kinds = frozenset({"image"})
     placeholder = 7
 
-    def embed(self, token_ids: Any, media: Any) -> list[int | EmbeddedInput]:
+    def embed(
+        self, token_ids: Any, media: Any, *, cache_salt: str = ""
+    ) -> list[int | EmbeddedInput]:
         pending = iter(media)
         prompt: list[int | EmbeddedInput] = []
         for token in token_ids:

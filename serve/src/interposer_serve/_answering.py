@@ -116,9 +116,7 @@ class Answering:
         Raises: ApiError: a prompt is too long, or the queue is full.
         """
         constraint = None if compiled is None else compiled.constraint
-        # Keys and salts separate the prefix cache: with a shared cache, the time to the first token
-        # would reveal whether another client has sent a prompt with the same prefix.
-        salt = "\0".join((request.state.client, body.cache_salt))
+        salt = cache_salt(request, body.cache_salt)
         rows = [
             (prompt, self._params(body, prompt, max_new_tokens, constraint, salt))
             for prompt in prompts
@@ -203,6 +201,15 @@ class Answering:
 
     async def _json(self, make: Callable[[], Any]) -> str:
         return await self.model.format_answer(lambda _: compact_json(make()))
+
+
+def cache_salt(request: Request, body_salt: str) -> str:
+    """Return the salt that separates the caches of clients, and those of the salts of a client.
+
+    With a shared cache, the time to the first token would reveal whether another client has sent a
+    prompt with the same prefix or picture.
+    """
+    return "\0".join((request.state.client, body_salt))
 
 
 def _vector_bytes(prompt: Sequence[int | EmbeddedInput]) -> int:

@@ -23,7 +23,7 @@ from interposer_engine import (
 )
 from interposer_engine.answers import AnswerReader, PlainReader
 from interposer_engine.parts import num_tokens
-from interposer_serve._answering import Answering
+from interposer_serve._answering import Answering, cache_salt
 from interposer_serve._attachments import RESPONSES_FORM
 from interposer_serve._details import model_details
 from interposer_serve._endpoints import Answer, Endpoints
@@ -187,7 +187,12 @@ class TextEndpoints(Endpoints):
         tools, required = body.offered, body.required
         async with self._answering.preparing(request, body.n):
             token_ids, prompt = await self._chat_prompt(
-                body, body.messages, tools, body.chat_template_kwargs, body.reasoning_effort
+                request,
+                body,
+                body.messages,
+                tools,
+                body.chat_template_kwargs,
+                body.reasoning_effort,
             )
             constraint = body.constraint
             if required is not None:
@@ -246,7 +251,7 @@ class TextEndpoints(Endpoints):
         chat = self._read(content, TokenCountBody).chat()
         async with self._answering.preparing(request, 1):
             _, prompt = await self._chat_prompt(
-                chat, chat.messages, chat.offered, chat.chat_template_kwargs
+                request, chat, chat.messages, chat.offered, chat.chat_template_kwargs
             )
         return JSONResponse({"input_tokens": num_tokens(prompt)})
 
@@ -290,7 +295,7 @@ class TextEndpoints(Endpoints):
         async with self._answering.preparing(request, 1):
             if body.messages is not None:
                 tokens, prompt = await self._chat_prompt(
-                    body, body.messages, body.tools or None, body.chat_template_kwargs
+                    request, body, body.messages, body.tools or None, body.chat_template_kwargs
                 )
                 count = num_tokens(prompt)
             else:
@@ -372,6 +377,7 @@ class TextEndpoints(Endpoints):
 
     async def _chat_prompt(
         self,
+        request: Request,
         body: Body,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
@@ -384,6 +390,7 @@ class TextEndpoints(Endpoints):
         """
         kinds = self._lm.media_kinds
         param = body.own_names.get("messages", "messages")
+        salt = cache_salt(request, body.cache_salt if isinstance(body, SampledBody) else "")
 
         async with self._media.reading(messages, param) as read_messages:
 
@@ -397,7 +404,7 @@ class TextEndpoints(Endpoints):
 
             token_ids, media = await self._model.render_chat(rendered)
             try:
-                prompt = await self._model.media_prompt(token_ids, media)
+                prompt = await self._model.media_prompt(token_ids, media, cache_salt=salt)
             except RequestError as error:
                 raise ApiError(400, str(error), param=param, code="media_not_read") from None
         return token_ids, prompt

@@ -98,6 +98,7 @@ class _Job(Generic[P]):
     """A medium that waits for the encoder, then its tokens or the error."""
 
     medium: P
+    cache_salt: str
     tokens: Tokens | None = None
     error: BaseException | None = None
 
@@ -150,12 +151,16 @@ class MediaEncoder(ABC, Generic[S, P, V]):
         """The resolver that chose the encoder's kernels."""
         return self._adapted.resolver
 
-    def embed(self, token_ids: Sequence[int], media: Sequence[Media]) -> Tokens:
+    def embed(
+        self, token_ids: Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
+    ) -> Tokens:
         """Put media in place of the placeholders of a prompt. Any thread may call this.
 
         Args:
             token_ids: a prompt with one placeholder for each medium, in order.
             media: the media.
+            cache_salt: only calls with the same salt share cached vectors; the time of a call
+                would tell whether another client has sent the same medium.
         Returns: the prompt. A medium becomes vectors, on the CPU, and token ids, such as the
             separators of a picture's rows.
         Raises: RequestError: a medium cannot be decoded, exceeds a limit or has the wrong kind;
@@ -184,7 +189,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
                 f"The prompt has {len(media)} {self.noun}s, at most {self._max_media} are accepted"
             )
         prompt: Tokens = [*texts[0]]
-        for tokens, text in zip(self._encoded(media), texts[1:], strict=True):
+        for tokens, text in zip(self._encoded(media, cache_salt), texts[1:], strict=True):
             self._extend(prompt, tokens)
             self._extend(prompt, text)
         return prompt
@@ -215,7 +220,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
         """Append tokens of a text or a medium to the prompt."""
         prompt += tokens
 
-    def _encoded(self, media: Sequence[Media]) -> list[Tokens]:
+    def _encoded(self, media: Sequence[Media], cache_salt: str) -> list[Tokens]:
         """Return the tokens of each medium."""
         encoded: dict[bytes, Tokens] = {}
         digests: list[bytes] = []
@@ -227,11 +232,11 @@ class MediaEncoder(ABC, Generic[S, P, V]):
                 digests.append(source.digest)
                 if any(source.digest == job.medium.source.digest for job in jobs):
                     continue
-                tokens = encoded.get(source.digest) or self._cache.get(source.digest)
+                tokens = encoded.get(source.digest) or self._cache.get(cache_salt, source.digest)
                 if tokens is not None:
                     encoded[source.digest] = tokens
                     continue
-                jobs.append(_Job(self._prepare(source)))
+                jobs.append(_Job(self._prepare(source), cache_salt))
                 if sum(job.medium.nbytes for job in jobs) > _MAX_BATCH_BYTES:
                     encoded |= self._encode(jobs)
                     jobs = []
@@ -268,7 +273,8 @@ class MediaEncoder(ABC, Generic[S, P, V]):
                 vectors = self._vectors([job.medium for job in batch])
             for job, medium_vectors in zip(batch, vectors, strict=True):
                 job.tokens = self._tokens(job.medium, medium_vectors)
-                self._cache.put(job.medium.source.digest, job.tokens, medium_vectors.nbytes)
+                digest = job.medium.source.digest
+                self._cache.put(job.cache_salt, digest, job.tokens, medium_vectors.nbytes)
         except foreign_errors() as error:
             if len(batch) == 1:
                 place = batch[0].medium.source.place
@@ -282,28 +288,30 @@ class MediaEncoder(ABC, Generic[S, P, V]):
 
 
 class _TokenCache:
-    """The tokens of recent media, by digest of the content; the oldest are dropped first."""
+    """The tokens of recent media, by salt and digest; the oldest are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._entries: OrderedDict[bytes, tuple[Tokens, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, bytes], tuple[Tokens, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, digest: bytes) -> Tokens | None:
+    def get(self, salt: str, digest: bytes) -> Tokens | None:
         """Return the tokens of a medium, None if they are not kept."""
+        key = salt, digest
         with self._lock:
-            if digest not in self._entries:
+            if key not in self._entries:
                 return None
-            self._entries.move_to_end(digest)
-            return self._entries[digest][0]
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
 
-    def put(self, digest: bytes, tokens: Tokens, num_bytes: int) -> None:
+    def put(self, salt: str, digest: bytes, tokens: Tokens, num_bytes: int) -> None:
         """Keep the tokens of a medium, unless they alone exceed the size of the cache."""
+        key = salt, digest
         with self._lock:
-            if digest in self._entries or num_bytes > self._max_bytes:
+            if key in self._entries or num_bytes > self._max_bytes:
                 return
-            self._entries[digest] = tokens, num_bytes
+            self._entries[key] = tokens, num_bytes
             self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
                 _, (_, freed_bytes) = self._entries.popitem(last=False)

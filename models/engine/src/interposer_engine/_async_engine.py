@@ -31,6 +31,7 @@ from interposer_engine._language_model import (
     token_ids_of,
 )
 from interposer_engine._media import Media
+from interposer_engine._sampling import chosen_params
 from interposer_engine._sampling_params import Constraint, SamplingParams
 from interposer_engine._tokenizer import TextTokenizer
 from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom
@@ -200,8 +201,14 @@ class AsyncLanguageModel:
 
         Raises: as ``generate``.
         """
-        prompt = await self.chat_prompt(messages, tools=tools, template=template, options=options)
-        ((_, merged),) = requests([prompt], params, settings, 1)  # refuses n in settings
+        (merged,) = chosen_params(params, settings, 1)  # refuses n in settings
+        prompt = await self.chat_prompt(
+            messages,
+            tools=tools,
+            template=template,
+            options=options,
+            cache_salt=merged.cache_salt,
+        )
         return (await self.generate([prompt], merged))[0]
 
     async def chat_prompt(
@@ -211,6 +218,7 @@ class AsyncLanguageModel:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> list[int | EmbeddedInput]:
         """Return the prompt that ``chat`` uses; see ``LanguageModel.chat_prompt``.
 
@@ -222,10 +230,10 @@ class AsyncLanguageModel:
                 read_messages, tools, template, options or {}, kinds
             )
         )
-        return await self.media_prompt(chat.token_ids, chat.media)
+        return await self.media_prompt(chat.token_ids, chat.media, cache_salt=cache_salt)
 
     async def media_prompt(
-        self, prompt: str | Sequence[int], media: Sequence[Media]
+        self, prompt: str | Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
     ) -> list[int | EmbeddedInput]:
         """Return a prompt with pictures or sounds; see ``LanguageModel.media_prompt``.
 
@@ -242,7 +250,8 @@ class AsyncLanguageModel:
         if not media:
             return [*token_ids]
         return await self._run(
-            self._media_executor, lambda: self.model.media_prompt(token_ids, media)
+            self._media_executor,
+            lambda: self.model.media_prompt(token_ids, media, cache_salt=cache_salt),
         )
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:

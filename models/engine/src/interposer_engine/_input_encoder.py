@@ -28,7 +28,9 @@ class InputEncoder(Protocol):
 
     kinds: frozenset[str]
 
-    def embed(self, token_ids: Sequence[int], media: Sequence[Media]) -> list[int | EmbeddedInput]:
+    def embed(
+        self, token_ids: Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
+    ) -> list[int | EmbeddedInput]:
         """Decode and encode media, and put the results in place of the placeholder tokens.
 
         Any thread may call this.
@@ -36,6 +38,8 @@ class InputEncoder(Protocol):
         Args:
             token_ids: A prompt with one placeholder token for each medium, in the same order, as
                 chat templates write it.
+            cache_salt: Only calls with the same salt share cached vectors, as in
+                ``SamplingParams``.
         Raises: RequestError: a medium cannot be decoded or is too large, or the number of
             placeholders differs.
         """

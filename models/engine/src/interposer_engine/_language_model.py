@@ -425,8 +425,15 @@ class LanguageModel:
             options: Further variables of the template, such as ``{"enable_thinking": False}``.
         Raises: RequestError: a message or parameter is unusable, or there is no template.
         """
-        prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
-        ((_, merged),) = requests([prompt], params, settings, 1)  # settings cannot hold n
+        # Before the media are encoded: the salt separates their vectors, too.
+        (merged,) = chosen_params(params, settings, 1)  # settings cannot hold n
+        prompt = self.chat_prompt(
+            messages,
+            tools=tools,
+            template=template,
+            options=options,
+            cache_salt=merged.cache_salt,
+        )
         return self.generate([prompt], merged)[0]
 
     def transcribe(
@@ -514,9 +521,12 @@ class LanguageModel:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
     ) -> list[int | EmbeddedInput]:
         """Return the prompt that ``chat`` uses, for example for ``stream``.
 
+        Args:
+            cache_salt: See ``media_prompt``.
         Returns: token ids, and the encoded pictures and sounds of the messages.
         Raises: RequestError: a message is unusable, or there is no template.
         """
@@ -525,7 +535,7 @@ class LanguageModel:
             chat = self.tokenizer.chat.render(
                 read_messages, tools, template, options or {}, self.media_kinds
             )
-        return self.media_prompt(chat.token_ids, chat.media)
+        return self.media_prompt(chat.token_ids, chat.media, cache_salt=cache_salt)
 
     @property
     def media_kinds(self) -> frozenset[str]:
@@ -542,7 +552,7 @@ class LanguageModel:
         return with_media(messages, self.media_kinds)
 
     def media_prompt(
-        self, prompt: str | Sequence[int], media: Sequence[Media]
+        self, prompt: str | Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
     ) -> list[int | EmbeddedInput]:
         """Return a prompt with pictures or sounds, for ``generate`` or ``stream``.
 
@@ -552,6 +562,8 @@ class LanguageModel:
             prompt: A text or token ids, with one placeholder token of the model for each medium,
                 such as ``<image>``.
             media: Pictures and sounds in the order of their placeholders.
+            cache_salt: Only prompts with the same salt share cached vectors of media. Give the
+                salt of ``SamplingParams``.
         Raises: RequestError: a medium cannot be decoded or is too large, the number of placeholders
             differs, or the model takes no media.
         """
@@ -567,7 +579,7 @@ class LanguageModel:
                 f"The prompt has media of the kind {media[0].kind!r}, but {self.path} has no "
                 "encoder for them, or was loaded without it. Try: a prompt without media"
             )
-        return self.input_encoder.embed(token_ids, media)
+        return self.input_encoder.embed(token_ids, media, cache_salt=cache_salt)
 
     def logits(
         self,

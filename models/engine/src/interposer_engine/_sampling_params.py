@@ -175,9 +175,9 @@ class SamplingParams(BaseModel):
             model's own, before penalties, biases and constraints.
         adapter: Name of a loaded adapter; see ``LanguageModel.load_adapter``. None for the plain
             model.
-        cache_salt: Only requests with the same salt share cached prefixes. The time to the first
-            token reveals whether a prefix is cached, so clients that must not learn of each other's
-            prompts need different salts.
+        cache_salt: Only requests with the same salt share cached prefixes and vectors of media. The
+            time to the first token reveals whether they are cached, so clients that must not learn
+            of each other's prompts need different salts.
     Raises:
         RequestError: a value has the wrong type, is out of range, or contradicts another.
         UnknownNameError: there is no field of that name.
