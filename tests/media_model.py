@@ -87,6 +87,7 @@ class ColourEncoder:
     """Encodes pictures by the colours of their rows, and sounds by their bytes."""
 
     kinds = frozenset({"image", "audio"})
+    max_step_tokens = 0
 
     def __init__(self, folder: Path) -> None:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

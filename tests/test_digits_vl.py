@@ -17,6 +17,7 @@ from serve.tests.conftest import serving
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from interposer import explain
 from interposer_engine import LanguageModel, load
 from interposer_engine.parts import num_tokens as num_tokens_of
 
@@ -221,3 +222,15 @@ def test_salts_separate_the_vectors_of_pictures(pictures: ModuleType, lm: Langua
     assert len(runs) == 2
     first, second = ([part for part in prompt if not isinstance(part, int)] for prompt in prompts)
     assert all(one is not other for one, other in zip(first, second, strict=True))
+
+
+def test_a_step_of_the_encoder_has_at_most_max_step_tokens(pictures: ModuleType) -> None:
+    files = [pictures.png(pictures.draw_digits(seed, (80, 40))[0]) for seed in range(4)]
+    with load(SHIPPED, cache_tokens=4096, max_step_tokens=32) as lm, counted_images() as runs:
+        prompt = lm.chat_prompt(message(pictures, *files))
+        num_tokens = {len(part) for part in prompt if not isinstance(part, int)}
+        explanation = str(explain(lm))
+    (each,) = num_tokens
+    # Four pictures, as many of them in a step as have 32 tokens.
+    assert len(runs) == -(-4 // (32 // each)) > 1
+    assert "the input encoder computes up to 32 tokens at once" in explanation

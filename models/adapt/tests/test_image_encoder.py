@@ -256,6 +256,36 @@ def test_recent_images_are_not_encoded_again(llava: Case, planned: Plan) -> None
     assert torch.equal(again.embeddings, second.embeddings)
 
 
+def test_a_step_of_the_encoder_has_a_limit_of_tokens(llava: Case, planned: Plan) -> None:
+    encoder = ImageEncoder(llava.tower, llava.processor, planned)
+    images = [picture(40, 30, seed=i) for i in range(7)]
+    media = [Media("image", image) for image in images]
+    token_ids = llava.token_ids(llava.family.placeholder * len(media))
+    sizes: list[int] = []
+
+    def count(_: Any, args: Any, kwargs: Any) -> None:
+        sizes.append(len(args[0] if args else kwargs["pixel_values"]))
+
+    tower = llava.tower.adapted.model.base_model.vision_tower
+    hook = tower.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        expected = encoder.embed(token_ids, media)
+        for max_images in (3, 1):
+            # A picture has 16 tokens; the one more is too few for another picture.
+            encoder = ImageEncoder(llava.tower, llava.processor, planned)
+            encoder.max_step_tokens = 16 * max_images + 1
+            prompt = encoder.embed(token_ids, media)
+            for ours, theirs in zip(rows(llava, prompt), rows(llava, expected), strict=True):
+                torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-4)
+        # A picture with more tokens than a step is encoded alone.
+        encoder = ImageEncoder(llava.tower, llava.processor, planned)
+        encoder.max_step_tokens = 8
+        encoder.embed(token_ids[:2], media[:2])
+    finally:
+        hook.remove()
+    assert sizes == [7, 3, 3, 1, *[1] * 7, 1, 1]
+
+
 def _wrong_count(case: Case) -> None:
     case.encoder.embed(case.token_ids(case.prompt(2)), [Media("image", picture(40, 30))])
 

@@ -19,6 +19,7 @@ class ColourEncoder:
     """Puts one token of a vector, a byte of the picture in all elements, for each placeholder."""
 
     kinds = frozenset({"image"})
+    max_step_tokens = 0
     placeholder = 7
 
     def embed(

@@ -112,6 +112,7 @@ def add_images(
     except foreign_errors() as error:
         decoder.config = sizes
         raise UnsupportedImagesError(f"a trial of them fails: {described(error)}") from error
+    encoder.max_step_tokens = lm.engine.scheduler.max_step_tokens
     lm.input_encoder = encoder
 
 

@@ -65,6 +65,11 @@ class PreparedSound:
     features: SoundFeatures
 
     @property
+    def count(self) -> int:
+        """The number of tokens of the sound."""
+        return self.features.count
+
+    @property
     def nbytes(self) -> int:
         """Size of the encoder's inputs in bytes."""
         return self.features.windows.nbytes

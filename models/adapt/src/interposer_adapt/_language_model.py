@@ -147,7 +147,10 @@ def language_model(
     if processor is not None:
         try:
             add_images(lm, adapted, decoder, processor, plan)
-            add_note(adapted, "images are encoded by the adapted model")
+            add_note(
+                adapted,
+                f"images are encoded by the adapted model, up to {max_step_tokens} tokens at once",
+            )
         except UnsupportedImagesError as error:
             add_note(adapted, f"images are refused: {error}")
     return lm

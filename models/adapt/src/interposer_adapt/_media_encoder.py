@@ -21,7 +21,7 @@ from interposer import Resolver
 from interposer.errors import RequestError, described, foreign_errors
 from interposer_adapt._api import Adapted
 from interposer_engine import EmbeddedInput, Media
-from interposer_engine.parts import FairLock
+from interposer_engine.parts import DEFAULT_MAX_STEP_TOKENS, FairLock
 
 CACHED_BYTES = 512 << 20
 _MAX_BATCH_BYTES = 256 << 20
@@ -63,12 +63,16 @@ class Prepared(Protocol):
 
     Attributes:
         source: the content.
+        count: number of tokens that get vectors.
         nbytes: size of the encoder's inputs in bytes.
         shapes: the shapes that the media of a batch have in common.
     """
 
     @property
     def source(self) -> Source: ...
+
+    @property
+    def count(self) -> int: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -108,10 +112,12 @@ class MediaEncoder(ABC, Generic[S, P, V]):
 
     Subclasses read and prepare one medium, compute the vectors of a batch, and state the tokens of
     a medium. Four calls at a time decode their media; media that meanwhile wait for the encoder
-    are encoded together. The vectors of recent media are kept.
+    are encoded together, in steps of limited tokens and bytes. The vectors of recent media are
+    kept.
 
     Attributes:
         kinds: kinds of media that the encoder takes.
+        max_step_tokens: most tokens of a step; a medium with more tokens is encoded alone.
         noun: name of a medium in errors, whose plural ends with "s".
         token_id: the placeholder for a medium in a prompt.
     """
@@ -137,6 +143,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
             cached_bytes: size of the vectors to keep.
         """
         self.token_id = token_id
+        self.max_step_tokens = DEFAULT_MAX_STEP_TOKENS
         self._adapted = adapted
         self._numerics = plan.numerics
         self._max_media = max_media
@@ -252,7 +259,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
             with self._queue_lock:
                 queue, self._queue = self._queue, []
             try:
-                for batch in _batches(queue):
+                for batch in _batches(queue, self.max_step_tokens):
                     self._run(batch)
             except BaseException:
                 for job in queue:
@@ -318,18 +325,19 @@ class _TokenCache:
                 self._num_bytes -= freed_bytes
 
 
-def _batches(jobs: Sequence[_Job[P]]) -> Iterator[list[_Job[P]]]:
-    """Divide media into batches of equal shapes and limited size."""
+def _batches(jobs: Sequence[_Job[P]], max_tokens: int) -> Iterator[list[_Job[P]]]:
+    """Divide media into batches of equal shapes, and of limited tokens and bytes."""
     by_shape: dict[Any, list[_Job[P]]] = {}
     for job in jobs:
         by_shape.setdefault(job.medium.shapes, []).append(job)
     for group in by_shape.values():
         batch: list[_Job[P]] = []
-        num_bytes = 0
+        num_tokens = num_bytes = 0
         for job in group:
-            if batch and num_bytes + job.medium.nbytes > _MAX_BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(job)
+            num_tokens += job.medium.count
             num_bytes += job.medium.nbytes
+            if batch and (num_tokens > max_tokens or num_bytes > _MAX_BATCH_BYTES):
+                yield batch
+                batch, num_tokens, num_bytes = [], job.medium.count, job.medium.nbytes
+            batch.append(job)
         yield batch

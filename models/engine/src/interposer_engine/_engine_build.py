@@ -148,7 +148,9 @@ def build_engine(
     if not options.text_only:
         # Before the cache is sized, because the encoder takes memory as well.
         with group.raise_together("loading the input encoder"):
-            input_encoder, encoder_notes = load_input_encoder(loaded.checkpoint, planned)
+            input_encoder, encoder_notes = load_input_encoder(
+                loaded.checkpoint, planned, options.max_step_tokens
+            )
             notes += encoder_notes
 
     new_engine = partial(_new_engine, planned, options, group, loaded)

@@ -24,9 +24,12 @@ class InputEncoder(Protocol):
 
     Attributes:
         kinds: Kinds of media that it takes.
+        max_step_tokens: Most tokens whose vectors it computes at once; a medium with more tokens
+            is computed alone. ``load`` sets its option of this name.
     """
 
     kinds: frozenset[str]
+    max_step_tokens: int
 
     def embed(
         self, token_ids: Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
@@ -52,10 +55,12 @@ def encoder_kinds(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def load_input_encoder(
-    checkpoint: Checkpoint | CheckpointFile, planned: Plan
+    checkpoint: Checkpoint | CheckpointFile, planned: Plan, max_step_tokens: int
 ) -> tuple[InputEncoder | None, list[str]]:
     """Load the encoder of a checkpoint, by the first provider that implements the encoder.
 
+    Args:
+        max_step_tokens: See ``InputEncoder``.
     Returns: the encoder; None if the checkpoint has none, or if no installed package implements it.
         Then notes for the user.
     Raises:
@@ -83,7 +88,12 @@ def load_input_encoder(
                 "load(..., text_only=True), or report it to its authors",
             ) from error
         if encoder is not None:
-            return encoder, []
+            encoder.max_step_tokens = max_step_tokens
+            note = (
+                f"the input encoder computes up to {max_step_tokens} tokens at once, as "
+                "max_step_tokens says"
+            )
+            return encoder, [note]
     if len(planned.resolver.notes) > num_notes:
         return None, []  # a provider has noted what is missing
     names = " and ".join(sorted(kinds))

@@ -85,7 +85,7 @@ class LoadOptions:
     )
     max_step_tokens: int = field(
         default=DEFAULT_MAX_STEP_TOKENS,
-        metadata=_option(int, "Most tokens that one step computes.", min=1),
+        metadata=_option(int, "Most tokens that one step of the model or encoder computes.", min=1),
     )
     cache_tokens: int | None = field(
         default=None,
