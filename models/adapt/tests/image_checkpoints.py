@@ -45,6 +45,8 @@ class Family:
         settings: arguments of the processor.
         newlines: the tokenizer has a token for each short run of newlines.
         pad_token: text of the padding token, which some processors need.
+        bos_token: text of the first token of a text.
+        takes_texts: the processor also takes prompts without pictures.
     """
 
     config: Callable[[Mapping[str, int]], Any]
@@ -56,6 +58,8 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     newlines: bool = False
     pad_token: str | None = None
+    bos_token: str | None = None
+    takes_texts: bool = True
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -97,6 +101,23 @@ def _vision(model_type: str, **settings: Any) -> dict[str, Any]:
         "initializer_range": 0.2,
         **settings,
     }
+
+
+PALIGEMMA = {"size": {"height": 32, "width": 32}, "image_seq_length": 16}
+
+
+def _paligemma(kind: str, ids: Mapping[str, int]) -> Any:
+    second = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None, "sliding_window": 512}
+    # A tied head repeats the last token, because embeddings are scaled.
+    text = {**_text(kind), "tie_word_embeddings": False, **(second if kind == "gemma2" else {})}
+    return _config(
+        "PaliGemmaConfig",
+        text_config=text,
+        vision_config=_vision("siglip_vision_model", vision_use_head=False),
+        image_token_index=ids["<image>"],
+        projection_dim=32,
+        tie_word_embeddings=False,
+    )
 
 
 SQUARE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
@@ -243,6 +264,28 @@ FAMILIES: dict[str, Family] = {
         settings={"image_seq_length": 4},
         newlines=True,
     ),
+    "paligemma": Family(
+        lambda ids: _paligemma("gemma", ids),
+        "<image>",
+        "PaliGemmaProcessor",
+        ("SiglipImageProcessorPil", PALIGEMMA),
+        ("<image>", "<bos>"),
+        {"image_token": "<image>"},
+        newlines=True,
+        bos_token="<bos>",
+        takes_texts=False,
+    ),
+    "paligemma2": Family(
+        lambda ids: _paligemma("gemma2", ids),
+        "<image>",
+        "PaliGemmaProcessor",
+        ("SiglipImageProcessorPil", PALIGEMMA),
+        ("<image>", "<bos>"),
+        {"image_token": "<image>"},
+        newlines=True,
+        bos_token="<bos>",
+        takes_texts=False,
+    ),
     "idefics3": Family(
         lambda ids: transformers.Idefics3Config(
             text_config=_text("llama"),
@@ -326,7 +369,12 @@ def write_checkpoint(family: Family, path: Path) -> tuple[Any, dict[str, int]]:
     """Write a random checkpoint with its processor; return transformers' model and special ids."""
     path.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(
-        path, family.specials, family.names, newlines=family.newlines, pad_token=family.pad_token
+        path,
+        family.specials,
+        family.names,
+        newlines=family.newlines,
+        pad_token=family.pad_token,
+        bos_token=family.bos_token,
     )
     name, settings = family.image_processor
     # As text: the class of some models needs torchvision.
@@ -348,6 +396,7 @@ def write_tokenizer(
     *,
     newlines: bool = False,
     pad_token: str | None = None,
+    bos_token: str | None = None,
 ) -> dict[str, int]:
     """Write a tokenizer of bytes and special tokens; return the ids of the special tokens.
 
@@ -355,6 +404,7 @@ def write_tokenizer(
         names: attributes of the tokenizer, such as ``boi_token``, by text.
         newlines: whether there is a token for each short run of newlines.
         pad_token: text of the padding token.
+        bos_token: text of the first token of a text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -367,6 +417,7 @@ def write_tokenizer(
         tokenizer_object=tokenizer,
         extra_special_tokens=dict(names) or None,
         pad_token=pad_token,
+        bos_token=bos_token,
     )
     fast.save_pretrained(path)
     ids: Any = fast.convert_tokens_to_ids([*specials])

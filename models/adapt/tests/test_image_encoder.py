@@ -135,6 +135,8 @@ def positions(prompt: Sequence[int | EmbeddedInput]) -> Tensor:
 @pytest.mark.landing(14)
 @pytest.mark.parametrize("num_images", [0, 1, 3])
 def test_a_prompt_is_that_of_transformers(case: Case, num_images: int) -> None:
+    if not num_images and not case.family.takes_texts:
+        pytest.skip("the processor of transformers refuses prompts without pictures")
     images = [picture(*size, seed=i) for i, size in enumerate(SIZES[:num_images])]
     text = case.prompt(num_images)
     inputs = case.processor(
@@ -150,7 +152,8 @@ def test_a_prompt_is_that_of_transformers(case: Case, num_images: int) -> None:
     scale = float(wanted.abs().max())
     torch.testing.assert_close(torch.stack(vectors), wanted, rtol=0, atol=1e-4 * scale)
     if "token_type_ids" in inputs:
-        # Gemma 3: by these, transformers lets the tokens of an image see each other.
+        # Gemma 3: by these, transformers lets the tokens of an image see each other. PaliGemma: all
+        # are 0, and the decoder lets all tokens of a prompt see each other.
         assert list(both_ways) == inputs["token_type_ids"][0].bool().tolist()
     runs = [part for part in prompt if isinstance(part, EmbeddedInput)]
     if images and hasattr(case.model.base_model, "get_rope_index"):

@@ -24,7 +24,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     processor = load_processor(tmp_path, model.config.model_type)
     images = [picture(*size, seed=i) for i, size in enumerate(SIZES)]
     one, three = f"A{family.placeholder}\nB", f"A{family.placeholder}\nB{family.placeholder * 2}C"
-    texts: list[tuple[str, Any]] = [("A text alone", []), (one, images[:1]), (three, images)]
+    texts: list[tuple[str, Any]] = [(one, images[:1]), (three, images)]
+    if family.takes_texts:
+        texts.append(("A text alone", []))
     expected = []
     for text, shown in texts:
         inputs = processor(
@@ -32,6 +34,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         )
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].float()  # bfloat16 in Llama 4
+        inputs.pop("labels", None)  # PaliGemma's, for training
         with torch.no_grad():
             out = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
         expected.append(out[0, inputs["input_ids"].shape[1] :].tolist())
@@ -51,4 +54,4 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     assert alone == expected
     assert together == expected
     # Another image changes the answer: the random weights are not too small to notice.
-    assert expected[1] != expected[2]
+    assert expected[0] != expected[1]

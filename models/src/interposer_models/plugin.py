@@ -227,6 +227,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     # The decoders of vision-language and speech checkpoints, whose fields are in text_config.
     "AnyText": (*_WINDOWS, *_EXPERTS, *_SPARSE, "swiglu_alpha", "swiglu_limit"),
     "Gemma3Text": _GEMMA3,
+    "PaliGemma": _GEMMA,
     "Llama4Text": _LLAMA4,
     "Qwen2VL": _WINDOWS,
     "Qwen3VL": _WINDOWS,
@@ -252,6 +253,7 @@ _ARCHITECTURES = {
         "InternVLForConditionalGeneration",
     ),
     "Gemma3Text": ("Gemma3ForConditionalGeneration",),
+    "PaliGemma": ("PaliGemmaForConditionalGeneration",),
     "Llama4Text": ("Llama4ForConditionalGeneration",),
     "Qwen2VL": ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     "Qwen3VL": ("Qwen3VLForConditionalGeneration",),
@@ -326,6 +328,7 @@ _SHARED_MODULES = {
     "any_text": "vision_language",
     "gemma3_text": "vision_language",
     "llama4_text": "vision_language",
+    "paligemma": "vision_language",
     "qwen2_vl": "vision_language",
     "qwen3_vl": "vision_language",
     "qwen3_vl_moe": "vision_language",

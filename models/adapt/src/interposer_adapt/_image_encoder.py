@@ -23,8 +23,12 @@ from interposer_engine import EmbeddedInput, Media
 
 _BOTH_WAYS = frozenset({"gemma3"})
 """Values of ``model_type``: the tokens of a picture attend to each other in both directions."""
+_FRAMED = frozenset({"paligemma"})
+"""Values of ``model_type``: BOS follows the last picture, and a newline ends the prompt."""
 _MAX_NEWLINES = 32
-_TEXT_INPUTS = frozenset({"attention_mask", "input_ids", "mm_token_type_ids", "token_type_ids"})
+_TEXT_INPUTS = frozenset(
+    {"attention_mask", "input_ids", "labels", "mm_token_type_ids", "token_type_ids"}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,10 +98,28 @@ class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
         # The tokens that get vectors, which are not the placeholder in all models.
         self._vector_id: int = config.image_token_id
         self._attends_both_ways = config.model_type in _BOTH_WAYS
+        self._is_framed = config.model_type in _FRAMED
         self._newlines = _newlines(processor.tokenizer)
         settings = [config.to_dict(), processor.image_processor.to_dict()]
         settings += [str(plan.path), str(plan.dtype)]
         self._seed = json.dumps(settings, sort_keys=True, default=str).encode()
+
+    def embed(
+        self, token_ids: Sequence[int], media: Sequence[Media], *, cache_salt: str = ""
+    ) -> Tokens:
+        """Put pictures in place of the placeholders of a prompt; see ``MediaEncoder.embed``."""
+        if self._is_framed and self.token_id in token_ids:
+            token_ids = self._framed(token_ids)
+        return super().embed(token_ids, media, cache_salt=cache_salt)
+
+    def _framed(self, token_ids: Sequence[int]) -> list[int]:
+        """Insert BOS after the last picture of a prompt, and append a newline."""
+        tokenizer = self._processor.tokenizer
+        # The tokenizer writes BOS first, the processor after the pictures.
+        tokens: Tokens = [*token_ids[token_ids[0] == tokenizer.bos_token_id :]]
+        tokens.insert(len(tokens) - tokens[::-1].index(self.token_id), tokenizer.bos_token_id)
+        self._extend(tokens, tokenizer.encode("\n", add_special_tokens=False))
+        return [token for token in tokens if isinstance(token, int)]
 
     def _read(self, medium: Media) -> ImageSource:
         return read_image(medium, self.limits)
@@ -121,6 +143,9 @@ class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
                 f"image processor: {described(error)[:200]}"
             ) from error
         token_ids = out["input_ids"][0].tolist()
+        if self._is_framed:
+            # The processor took the placeholder for a whole prompt.
+            token_ids = [token_id for token_id in token_ids if token_id == self._vector_id]
         names = self._tower.input_names & out.keys() - _TEXT_INPUTS
         inputs = {name: out[name] for name in names}
         return PreparedImage(source, token_ids, token_ids.count(self._vector_id), inputs)

@@ -22,6 +22,7 @@ IMAGE_MODELS = frozenset(
         "llava",
         "llava_next",
         "mistral3",
+        "paligemma",
         "qwen2_5_vl",
         "qwen2_vl",
         "qwen3_vl",

@@ -773,6 +773,25 @@ def gemma3_text() -> Examples:
     return {"mixed": {"architectures": architectures, **fields}}
 
 
+def paligemma() -> Examples:
+    """Return configs of PaliGemma and PaliGemma 2, whose context is one window."""
+    vision = {**_VISION, "model_type": "siglip_vision_model"}
+    second = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "sliding_window": 200}
+    texts = {
+        "first": _text_config("gemma", head_dim=16),
+        "second": _text_config("gemma2", head_dim=16, **second),
+    }
+    return {
+        label: {
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "vision_config": vision,
+            "text_config": text,
+            "projection_dim": SIZES["hidden_size"],
+        }
+        for label, text in texts.items()
+    }
+
+
 def llama4_text() -> Examples:
     """Return a config with all layer types."""
     vision = {**_VISION, "vision_output_dim": 48, "projector_input_dim": 32}

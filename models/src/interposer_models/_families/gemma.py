@@ -1,9 +1,12 @@
-"""Gemma 2, Gemma 3 and T5Gemma: norms before and after each sublayer, and sliding windows.
+"""Gemma, Gemma 2, Gemma 3 and T5Gemma.
 
-Gemma 2 caps scores and logits. Gemma 3 has per-head norms instead, and other rotary angles in
-windowed layers. T5Gemma is an encoder-decoder of Gemma 2's blocks.
+Gemma is the decoder of PaliGemma: Llama's blocks with another norm and scaled embeddings. The
+others have norms before and after each sublayer, and sliding windows. Gemma 2 caps scores and
+logits. Gemma 3 has per-head norms instead, and other rotary angles in windowed layers. T5Gemma is
+an encoder-decoder of Gemma 2's blocks.
 
-Source: arXiv:2408.00118 (Gemma 2), arXiv:2503.19786 (Gemma 3), arXiv:2504.06225 (T5Gemma).
+Source: arXiv:2403.08295 (Gemma), arXiv:2408.00118 (Gemma 2), arXiv:2503.19786 (Gemma 3),
+arXiv:2504.06225 (T5Gemma).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, Site
@@ -45,6 +48,35 @@ NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_NORMS_BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
+
+
+class Gemma(DecoderFamily):
+    """Settings of Gemma, which also build the decoder."""
+
+    head_dim: Positive | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: Positive = 8192
+    tie_word_embeddings: bool = True
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor by which token embeddings are multiplied."""
+        return float(self.hidden_size**0.5)
+
+    def norm(self, site: Site) -> GemmaRMSNorm:
+        """Build an RMSNorm for the module path ``site``."""
+        return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Build a block with norms before attention and MLP."""
+        return self.normed_block(site, index, page_size, _NORMS_BEFORE)
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _tanh(cls, name: str) -> str:
+        # The first releases state "gelu", and mean the approximation.
+        return "gelu_pytorch_tanh" if name == "gelu" else name
 
 
 class CappedLM(CausalLM):

@@ -6,8 +6,9 @@ place in the decoder.
 
 Source: arXiv:2304.08485 (Llava), arXiv:2310.03744 (Llava 1.5), llava-vl.github.io (Llava-Next),
 mistral.ai/news/mistral-small-3-1, arXiv:2408.12637 (Idefics3), arXiv:2504.05299 (SmolVLM),
-arXiv:2504.10479 (InternVL3), arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL),
-arXiv:2502.13923 (Qwen2.5-VL), arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
+arXiv:2504.10479 (InternVL3), arXiv:2407.07726 (PaliGemma), arXiv:2412.03555 (PaliGemma 2),
+arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL), arXiv:2502.13923 (Qwen2.5-VL),
+arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
 ai.meta.com/blog/llama-4-multimodal-intelligence, arXiv:2407.10759 (Qwen2-Audio),
 arXiv:2507.13264 (Voxtral).
 """
@@ -16,16 +17,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from interposer import Site
+from interposer import AttentionSpec, Site
 from interposer.errors import CheckpointError
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.moe import MixtureMLP
 from interposer_models._decoder.settings import FrameNames
-from interposer_models._families.gemma import Gemma3
+from interposer_models._families.gemma import Gemma, Gemma2, Gemma3
 from interposer_models._families.gpt_oss import GptOss
 from interposer_models._families.llama import Llama, Mistral
 from interposer_models._families.llama4 import Llama4
@@ -201,6 +203,56 @@ class GptOssText(GptOss, TextDecoder):
     }
 
 
+class PrefixText(TextDecoder):
+    """Base of PaliGemma's decoders: the tokens of a prompt attend to each other in both directions.
+
+    Windows do not apply within a prompt. The context is therefore at most one window, in which they
+    have no effect.
+    """
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
+        """Validate the decoder's settings in config.json, and return them."""
+        # transformers writes this field, by which only models without a prefix differ.
+        text_config = {**text_config_of(config, source), "use_bidirectional_attention": False}
+        settings = super().parse({**config, "text_config": text_config}, source)
+        context, window = settings.max_position_embeddings, settings.sliding_window
+        context = context if window is None else min(context, window)
+        return settings.model_copy(update={"max_position_embeddings": context})
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return the attention spec of a prefix-LM without windows."""
+        spec = super().attention_spec(site, index, page_size)
+        return replace(spec, prefix_lm=True, window_tokens=None)
+
+
+class GemmaText(Gemma, PrefixText):
+    """Gemma as the decoder of PaliGemma."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
+
+
+class Gemma2Text(Gemma2, PrefixText):
+    """Gemma 2 as the decoder of PaliGemma 2."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    }
+
+
 class Gemma3Text(Gemma3, TextDecoder):
     """Gemma 3 as the decoder of a vision-language checkpoint."""
 
@@ -365,6 +417,13 @@ class AnyText(TextDecoder):
                 "interposer_engine.load or `interposer run`, which adapt the model of transformers",
             )
         return cls.decoders[kind].parse(config, source)
+
+
+class PaliGemma(AnyText):
+    """Settings of the decoder of PaliGemma and PaliGemma 2."""
+
+    default_decoder: ClassVar[str] = "gemma"
+    decoders: ClassVar[Mapping[str, type[TextDecoder]]] = {"gemma": GemmaText, "gemma2": Gemma2Text}
 
 
 class Qwen2Audio(AnyText):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -120,7 +121,10 @@ class _Peer:
         """Return the logits ``[T, V]`` of the transformers model for all decoder tokens."""
         if not self.start_tokens:
             ids = torch.tensor([[*prompt, *following]])
-            return self.model(ids).logits[0].float()  # type: ignore[no-any-return]
+            kinds = {}
+            if self.has_prefix:
+                kinds["token_type_ids"] = torch.tensor([[0] * len(prompt) + [1] * len(following)])
+            return self.model(ids, **kinds).logits[0].float()  # type: ignore[no-any-return]
         source, ids = torch.tensor([prompt]), torch.tensor([[*self.start_tokens, *following]])
         if self.reads_features:
             features = self._features(prompt)[None]
@@ -138,6 +142,13 @@ class _Peer:
         source = self.family_prompt(prompt)
         logits = loaded.logits([*self.start_tokens, *following], source=source)
         return logits.float().cpu()  # type: ignore[no-any-return]
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the tokens of a prompt attend to each other in both directions."""
+        text_config = self.model.config.get_text_config()
+        takes_kinds = "token_type_ids" in signature(self.model.forward).parameters
+        return takes_kinds and getattr(text_config, "use_bidirectional_attention", None) is True
 
     @property
     def reads_features(self) -> bool:
