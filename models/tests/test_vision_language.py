@@ -14,7 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from interposer.errors import CheckpointError, UnsupportedModelError
+from interposer.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    UnsupportedModelError,
+)
 from interposer_engine import load, plan, quantize
 from interposer_models._families import examples, vision_language
 from interposer_models._families.vision_language import AnyText, TextDecoder
@@ -69,12 +74,13 @@ def as_published(name: str) -> str:
     [
         (examples.any_text()["mistral3"], as_modules),
         (examples.gemma3_text()["mixed"], as_modules),
+        (examples.paligemma()["first"], as_modules),
         (examples.qwen2_vl()["windowed"], as_modules),
         (examples.qwen3_vl()["tied"], as_published),
         (examples.qwen2_audio()["windowed"], as_modules),
         (examples.voxtral()["wide"], as_modules),
     ],
-    ids=["mistral3", "gemma3", "qwen2-vl", "qwen3-vl", "qwen2-audio", "voxtral"],
+    ids=["mistral3", "gemma3", "paligemma", "qwen2-vl", "qwen3-vl", "qwen2-audio", "voxtral"],
 )
 @pytest.mark.filterwarnings("ignore:.*Sliding Window Attention")
 def test_both_layouts_of_names_have_the_logits_of_transformers(
@@ -97,6 +103,34 @@ def test_stacked_experts_are_read_in_either_order(tmp_path: Path) -> None:
     assert {name for name in tensors if tensors[name].shape != swapped[name].shape}
     save_file(swapped, tmp_path / WEIGHTS, metadata={"format": "pt"})
     assert_logits(tmp_path, expected)
+
+
+def test_experts_are_read_stacked_or_separately(tmp_path: Path) -> None:
+    """Published checkpoints of Qwen3.5 stack all experts; transformers 5 writes them one by one."""
+    expected = written(tmp_path, examples.qwen3_5_moe_vl()["half"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    assert any(".experts.0.gate_proj." in name for name in tensors)
+    assert_logits(tmp_path, expected)
+    stacked = {name: t for name, t in tensors.items() if ".experts." not in name}
+    for layer in range(4):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        stacked |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+    save_file(stacked, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    assert_logits(tmp_path, expected)
+
+
+def test_windows_of_paligemma_2_limit_its_context(tmp_path: Path) -> None:
+    """Windows do not apply within a prompt, so a longer one could not be computed."""
+    written(tmp_path, examples.paligemma()["second"])
+    lm = load(tmp_path, dtype="float32", cache_tokens=256)
+    with pytest.raises(ContextLengthError, match=r"201 tokens.* 200"):
+        lm.generate([[1] * 201])
+    with pytest.raises(ConfigError, match="lets prompt tokens attend to later ones"):
+        load(tmp_path, dtype="float32", cache_tokens=256, prefix_cache=True)
 
 
 @pytest.fixture(scope="module")
@@ -147,18 +181,24 @@ def test_a_text_config_without_fields_has_the_defaults_of_transformers(
     """transformers 4 wrote only those fields that differ from the defaults."""
     kinds: dict[type[TextDecoder], str] = {
         **{decoder: kind for kind, decoder in AnyText.decoders.items()},
+        vision_language.GemmaText: "gemma",
+        vision_language.Gemma2Text: "gemma2",
         vision_language.Gemma3Text: "gemma3_text",
         vision_language.Llama4Text: "llama4_text",
         vision_language.Qwen2VL: "qwen2_vl_text",
         vision_language.Qwen3VL: "qwen3_vl_text",
         vision_language.Qwen3VLMoe: "qwen3_vl_moe_text",
         vision_language.Qwen3_5VL: "qwen3_5_text",
+        vision_language.Qwen3_5MoeVL: "qwen3_5_moe_text",
         vision_language.VoxtralText: "llama",
     }
     theirs: Any = CONFIG_MAPPING[kinds[family]]()
     if family is vision_language.VoxtralText:
         # These defaults are of the whole model.
         theirs = transformers.VoxtralConfig(text_config={}).text_config
+    if family is vision_language.Gemma2Text:
+        # Its prompts see each other as far as a window reaches.
+        theirs.max_position_embeddings = theirs.sliding_window
     ours = family.parse({"text_config": {"model_type": kinds[family]}}, "config.json")
     for name in type(ours).model_fields:
         unstated = {"dtype", "quantization_config", "rope_parameters", "tie_word_embeddings"}

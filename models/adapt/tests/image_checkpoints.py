@@ -66,9 +66,15 @@ QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_p
 QWEN_SIZE = {"shortest_edge": 28 * 28, "longest_edge": 84 * 112}
 
 
-def _qwen(name: str, vision: dict[str, Any], rope: dict[str, Any]) -> Callable[..., Any]:
+def _qwen(
+    name: str, vision: dict[str, Any], rope: dict[str, Any], **fields: Any
+) -> Callable[..., Any]:
     def config(ids: Mapping[str, int]) -> Any:
-        text = {**TEXT, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **rope}}
+        text = {
+            **TEXT,
+            **fields,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **rope},
+        }
         return getattr(transformers, name)(
             text_config=text,
             vision_config={"depth": 2, "num_heads": 2, "initializer_range": 0.2, **vision},
@@ -137,6 +143,26 @@ IDEFICS_TOKENS = (
 )
 IDEFICS_SIZES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 
+QWEN3_5_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "patch_size": 16,
+    "num_position_embeddings": 64,
+}
+QWEN3_5_ROPE = {
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 1.0,
+}
+QWEN3_5_TEXT = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
 FAMILIES: dict[str, Family] = {
     "qwen2-vl": Family(
         _qwen(
@@ -179,6 +205,29 @@ FAMILIES: dict[str, Family] = {
                 "deepstack_visual_indexes": [0, 1],
             },
             {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        ),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "Qwen3VLProcessor",
+        ("Qwen2VLImageProcessorPil", {"size": QWEN_SIZE, "patch_size": 16}),
+        QWEN_TOKENS,
+    ),
+    "qwen3.5": Family(
+        _qwen("Qwen3_5Config", QWEN3_5_VISION, QWEN3_5_ROPE, **QWEN3_5_TEXT),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "Qwen3VLProcessor",
+        ("Qwen2VLImageProcessorPil", {"size": QWEN_SIZE, "patch_size": 16}),
+        QWEN_TOKENS,
+    ),
+    "qwen3.5-moe": Family(
+        _qwen(
+            "Qwen3_5MoeConfig",
+            QWEN3_5_VISION,
+            QWEN3_5_ROPE,
+            **QWEN3_5_TEXT,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
         ),
         "<|vision_start|><|image_pad|><|vision_end|>",
         "Qwen3VLProcessor",

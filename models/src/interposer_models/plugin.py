@@ -233,6 +233,12 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3VL": _WINDOWS,
     "Qwen3VLMoe": (*_WINDOWS, *_EXPERTS, *_SPARSE),
     "Qwen3_5VL": _DELTA,
+    "Qwen3_5MoeVL": (
+        *_DELTA,
+        *_EXPERTS,
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    ),
     "Qwen2Audio": _WINDOWS,
     "Voxtral": (),
     "Whisper": (*_SIDES, "max_source_positions", "max_target_positions", "num_mel_bins"),
@@ -259,6 +265,7 @@ _ARCHITECTURES = {
     "Qwen3VL": ("Qwen3VLForConditionalGeneration",),
     "Qwen3VLMoe": ("Qwen3VLMoeForConditionalGeneration",),
     "Qwen3_5VL": ("Qwen3_5ForConditionalGeneration",),
+    "Qwen3_5MoeVL": ("Qwen3_5MoeForConditionalGeneration",),
     "Qwen2Audio": ("Qwen2AudioForConditionalGeneration",),
     "Voxtral": ("VoxtralForConditionalGeneration",),
     "Whisper": ("WhisperForConditionalGeneration",),
@@ -290,6 +297,7 @@ _MODULES = {
     "Qwen3VL": "qwen3_vl",
     "Qwen3VLMoe": "qwen3_vl_moe",
     "Qwen3_5VL": "qwen3_5_vl",
+    "Qwen3_5MoeVL": "qwen3_5_moe_vl",
     "Qwen2Audio": "qwen2_audio",
 }
 # The modules of families that share one, by the name of the family's record.
@@ -333,6 +341,7 @@ _SHARED_MODULES = {
     "qwen3_vl": "vision_language",
     "qwen3_vl_moe": "vision_language",
     "qwen3_5_vl": "vision_language",
+    "qwen3_5_moe_vl": "vision_language",
     "qwen2_audio": "vision_language",
     "voxtral": "vision_language",
 }

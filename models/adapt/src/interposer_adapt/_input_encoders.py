@@ -25,6 +25,8 @@ IMAGE_MODELS = frozenset(
         "paligemma",
         "qwen2_5_vl",
         "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_vl",
         "qwen3_vl_moe",
         "smolvlm",

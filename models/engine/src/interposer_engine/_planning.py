@@ -11,7 +11,7 @@ import torch
 from interposer import Config, Placement, Ranks, Resolver, Site, place
 from interposer_engine._checkpoint.dequantize import dequantize_once
 from interposer_engine._checkpoint.opening import config_source, open_checkpoint
-from interposer_engine._checkpoint.tensors import check_tied, with_untied_head
+from interposer_engine._checkpoint.tensors import check_tied, stored_names, with_untied_head
 from interposer_engine._compiled import check_compiler
 from interposer_engine._distributed.estimate import (
     check_expert_parallel,
@@ -78,6 +78,8 @@ def plan(
         choose_family(resolver, checkpoint.config, source), checkpoint
     )
     if isinstance(decoder, DecoderSettings):
+        names = stored_names(checkpoint, decoder.renamed, decoder.frame.decoder)
+        decoder = decoder.for_tensors(names.keys())
         notes += decoder.rotation_notes()
         if encoder_kinds(checkpoint.config) and not text_only:
             decoder = decoder.with_encoder()

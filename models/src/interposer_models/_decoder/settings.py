@@ -8,7 +8,7 @@ value that transformers would silently drop is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -304,6 +304,13 @@ class DecoderSettings(BaseModel, ModelFamily):
         settings = self.model_copy()
         settings._has_encoder = True
         return settings
+
+    def for_tensors(self, names: Collection[str]) -> Self:
+        """Return the settings for a checkpoint that has tensors with these names of the model.
+
+        Empty names mean that the names are not known.
+        """
+        return self
 
     @property
     def num_kv_heads(self) -> int:

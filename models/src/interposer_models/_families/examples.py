@@ -879,6 +879,20 @@ def qwen3_5_vl() -> Examples:
     }
 
 
+def qwen3_5_moe_vl() -> Examples:
+    """Return a config with M-RoPE on a part of each head, and experts in all layers."""
+    dense = qwen3_5_vl()["half"]
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    text = {**dense["text_config"], **experts, "shared_expert_intermediate_size": 48}
+    return {
+        "half": {
+            **dense,
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "text_config": {**text, "model_type": "qwen3_5_moe_text"},
+        }
+    }
+
+
 def qwen2_audio() -> Examples:
     """Return a config with windows in one layer."""
     encoder = {

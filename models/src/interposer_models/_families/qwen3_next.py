@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, with gated attention in every fourth layer.
 
-Qwen3.5 is dense, or has many small experts and a gated shared expert; only its text model is built.
+Qwen3.5 is dense, or has many small experts and a gated shared expert.
 Qwen3-Next has the same layers, with projections interleaved by key head.
 
 Source: huggingface.co/Qwen/Qwen3.5-27B, huggingface.co/Qwen/Qwen3.5-397B-A17B,
@@ -11,9 +11,10 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, ExpertsSpec, PluggableLayer, Site
@@ -176,7 +177,11 @@ class Qwen3_5(DecoderFamily):
 
 
 class Qwen3_5Moe(MixtureFamily, Qwen3_5):
-    """Settings of Qwen3.5's MoE models, whose checkpoints store every expert separately."""
+    """Settings of Qwen3.5's MoE models.
+
+    Published checkpoints stack the matrices of all experts; quantized ones, and those that
+    transformers writes, store every expert separately.
+    """
 
     head_dim: Positive | None = 256
     partial_rotary_factor: Share = 0.25
@@ -186,6 +191,13 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
     num_experts_per_tok: Positive | None = 8
     moe_intermediate_size: Positive = 512
     shared_expert_intermediate_size: Positive = 512
+    _stacks_experts: bool = PrivateAttr(default=False)
+
+    def for_tensors(self, names: Collection[str]) -> Self:
+        """Return the settings for experts that are stored as the names of tensors say."""
+        settings = self.model_copy()
+        settings._stacks_experts = any(name.endswith(".experts.gate_up_proj") for name in names)
+        return settings
 
     @property
     def expert_size(self) -> int:
@@ -194,7 +206,8 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
 
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Build the MoE layer of layer ``index``."""
-        experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        names = None if self._stacks_experts else ("gate_proj", "up_proj", "down_proj")
+        experts = self.experts(projections=names)
         shared = self.shared_expert_intermediate_size
         return GatedSharedExpertMoE(block.at("mlp"), experts, shared, renormalize=True)
 

@@ -9,6 +9,7 @@ mistral.ai/news/mistral-small-3-1, arXiv:2408.12637 (Idefics3), arXiv:2504.05299
 arXiv:2504.10479 (InternVL3), arXiv:2407.07726 (PaliGemma), arXiv:2412.03555 (PaliGemma 2),
 arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL), arXiv:2502.13923 (Qwen2.5-VL),
 arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
+huggingface.co/Qwen/Qwen3.5-35B-A3B,
 ai.meta.com/blog/llama-4-multimodal-intelligence, arXiv:2407.10759 (Qwen2-Audio),
 arXiv:2507.13264 (Voxtral).
 """
@@ -32,7 +33,7 @@ from interposer_models._families.gpt_oss import GptOss
 from interposer_models._families.llama import Llama, Mistral
 from interposer_models._families.llama4 import Llama4
 from interposer_models._families.qwen import Qwen2, Qwen3, Qwen3Moe
-from interposer_models._families.qwen3_next import Qwen3_5
+from interposer_models._families.qwen3_next import Qwen3_5, Qwen3_5Moe
 from interposer_models._family_choice import UnknownDecoderError
 
 _DECODER = "model.language_model"
@@ -360,6 +361,21 @@ class Qwen3_5VL(Qwen3_5, TextDecoder):
         "num_hidden_layers": 32,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+    }
+
+
+class Qwen3_5MoeVL(Qwen3_5Moe, TextDecoder):
+    """Settings of the decoder of Qwen3.5's MoE models, which has interleaved M-RoPE."""
+
+    default_mrope_section: ClassVar[tuple[int, int, int] | None] = (11, 11, 10)
+    is_mrope_interleaved: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
     }
 
