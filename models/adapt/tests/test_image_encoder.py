@@ -26,7 +26,7 @@ from interposer_adapt._image_encoder import ImageEncoder
 from interposer_adapt._image_processors import load_processor
 from interposer_adapt._image_tower import ImageTower, load_tower
 from interposer_adapt._input_encoders import load_input_encoder
-from interposer_engine import Checkpoint, EmbeddedInput, Media, Plan, plan
+from interposer_engine import Checkpoint, EmbeddedInput, Media, Plan, load, plan, quantize
 
 SIZES = ((40, 30), (64, 100), (90, 31))
 
@@ -399,6 +399,59 @@ def test_weights_that_are_not_finite(llava: Case, planned: Plan, tmp_path: Path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="projector"):
         load_input_encoder(Checkpoint.open(tmp_path), planned)
+
+
+QUANTIZED: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
+    # Only the scale tells that these integers are no weights.
+    "compressed-tensors int8": lambda weight: {
+        "weight": (weight * 100).to(torch.int8),
+        "weight_scale": torch.full((len(weight), 1), 0.01),
+    },
+    "fp8": lambda weight: {
+        "weight": weight.to(torch.float8_e4m3fn),
+        "weight_scale": torch.ones(len(weight), 1),
+    },
+    "awq": lambda weight: {
+        "qweight": torch.zeros(weight.shape[1], len(weight) // 8, dtype=torch.int32),
+        "qzeros": torch.zeros(1, len(weight) // 8, dtype=torch.int32),
+        "scales": torch.ones(1, len(weight), dtype=torch.float16),
+    },
+    "bitsandbytes nf4": lambda weight: {
+        "weight": torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+        "weight.absmax": torch.ones(weight.numel() // 64),
+    },
+}
+
+
+@pytest.mark.landing(2)
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_of_an_encoder_are_refused(
+    llava: Case, tmp_path: Path, method: str
+) -> None:
+    _copy(llava.path, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = next(n for n in tensors if "vision_tower" in n and n.endswith("q_proj.weight"))
+    stem = weight.removesuffix("weight")
+    parts = QUANTIZED[method](tensors.pop(weight))
+    tensors |= {f"{stem}{name}": part for name, part in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    refusal = r"image encoder are quantized: '.*q_proj.* is stored as .*\n?.*text_only=True"
+    with pytest.raises(CheckpointError, match=refusal):
+        load(tmp_path, "float32", cache_tokens=64)
+    with load(tmp_path, "float32", cache_tokens=64, text_only=True) as lm:
+        assert lm.generate([[1, 2]], max_new_tokens=1)
+
+
+def test_the_encoder_of_a_quantized_copy_has_the_plain_vectors(llava: Case, tmp_path: Path) -> None:
+    quantize(llava.path, tmp_path / "int8", "int8")
+    for file in llava.path.glob("*processor*"):
+        (tmp_path / "int8" / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "int8"
+    encoder = load_input_encoder(Checkpoint.open(path), plan(path, dtype="float32"))
+    assert isinstance(encoder, ImageEncoder)
+    image = picture(40, 30)
+    ours, theirs = (_runs(each, llava, image)[0] for each in (encoder, llava.encoder))
+    assert torch.equal(ours.embeddings, theirs.embeddings)
 
 
 def _copy(source: Path, target: Path) -> None:

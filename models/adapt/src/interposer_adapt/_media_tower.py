@@ -10,8 +10,11 @@ from interposer.errors import CheckpointError, UnsupportedModelError, described,
 from interposer_adapt._api import Adapted, adapt
 from interposer_engine import Checkpoint, Plan
 from interposer_engine.parts import WeightCheck
+from interposer_models.decoder import DecoderSettings
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
+# Old checkpoints store the numbers of positions, too.
+_PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 
 
 def load_encoder(checkpoint: Checkpoint, plan: Plan, kind: str) -> Adapted[Any]:
@@ -20,8 +23,8 @@ def load_encoder(checkpoint: Checkpoint, plan: Plan, kind: str) -> Adapted[Any]:
     Args:
         kind: the kind of media that it encodes, for errors.
     Raises:
-        CheckpointError: a tensor of the encoder is missing or not finite, or transformers cannot
-            load the encoder.
+        CheckpointError: a tensor of the encoder is missing, quantized or not finite, or
+            transformers cannot load the encoder.
         UnsupportedModelError: transformers lacks the model.
     """
     path = checkpoint.path
@@ -34,9 +37,10 @@ def load_encoder(checkpoint: Checkpoint, plan: Plan, kind: str) -> Adapted[Any]:
             "encoder is needed",
             "load(path, text_only=True)",
         )
+    _check_plain(checkpoint, plan, kind)
     try:
         config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
-        # Encoders of quantized checkpoints are plain: a missing tensor tells if one is not.
+        # The encoder of a quantized checkpoint is plain.
         vars(config).pop("quantization_config", None)
         model, report = _without_decoder(base).from_pretrained(
             path, config=config, dtype=plan.dtype, output_loading_info=True, **_LOCAL
@@ -62,6 +66,29 @@ def load_encoder(checkpoint: Checkpoint, plan: Plan, kind: str) -> Adapted[Any]:
         for name in ("kernels", "layers", "attention")
     }
     return adapt(model, policy.model_copy(update={**rules, "strict": False}))
+
+
+def _check_plain(checkpoint: Checkpoint, plan: Plan, kind: str) -> None:
+    """Raise CheckpointError if weights of the encoder are quantized.
+
+    transformers would read 8-bit weights without their scales.
+    """
+    decoder = plan.decoder
+    if not isinstance(decoder, DecoderSettings):
+        return
+    quantized = {
+        name: dtype
+        for name, dtype in sorted(checkpoint.dtypes().items())
+        if dtype not in _PLAIN_DTYPES and decoder.renamed(name) is None
+    }
+    for name, dtype in quantized.items():
+        raise CheckpointError(
+            checkpoint.path,
+            f"the weights of its {kind} encoder are quantized: {name!r}, one of {len(quantized)} "
+            f"such tensors, is stored as {dtype}. Only plain encoders are supported",
+            f"a checkpoint whose {kind} encoder was left out of quantization, or "
+            "load(path, text_only=True)",
+        )
 
 
 def _without_decoder(base: Any) -> Any:

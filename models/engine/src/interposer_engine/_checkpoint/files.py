@@ -149,11 +149,18 @@ class Checkpoint:
 
         Raises: CheckpointError: a shard is truncated or not safetensors.
         """
-        names: set[str] = set()
+        return frozenset(self.dtypes())
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtypes of all tensors by name, as safetensors calls them, such as ``BF16``.
+
+        Raises: CheckpointError: a shard is truncated or not safetensors.
+        """
+        dtypes: dict[str, str] = {}
         for shard in self.shards:
             with reading(shard), safe_open(shard, framework="pt") as file:
-                names.update(file.keys())
-        return frozenset(names)
+                dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        return dtypes
 
     def stream(
         self, wanted: Callable[[str], bool] | None = None
