@@ -133,6 +133,15 @@ LLAVA = {
     "vision_feature_select_strategy": "default",
 }
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 IDEFICS_TOKENS = (
     "<image>",
@@ -267,6 +276,20 @@ FAMILIES: dict[str, Family] = {
         lambda ids: _config(
             "Mistral3Config",
             text_config=_text("mistral"),
+            vision_config=_vision("pixtral", image_size=64, head_dim=8),
+            image_token_id=ids["[IMG]"],
+            spatial_merge_size=2,
+        ),
+        "[IMG]",
+        "PixtralProcessor",
+        ("PixtralImageProcessorPil", {"size": {"longest_edge": 64}, "patch_size": 8}),
+        PIXTRAL_TOKENS,
+        settings={"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "ministral3": Family(
+        lambda ids: _config(
+            "Mistral3Config",
+            text_config={**_text("ministral3"), "rope_parameters": MINISTRAL3_ROPE},
             vision_config=_vision("pixtral", image_size=64, head_dim=8),
             image_token_id=ids["[IMG]"],
             spatial_merge_size=2,

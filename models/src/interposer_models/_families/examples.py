@@ -518,6 +518,20 @@ def ministral() -> Examples:
     return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=mixed)
 
 
+def ministral3() -> Examples:
+    """Return a config whose query factors change every 16 tokens."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    }
+    return configs("Ministral3ForCausalLM", all={"head_dim": 32, "rope_parameters": rope})
+
+
 def olmo3() -> Examples:
     """Return configs: one with windows, and one with YaRN angles in full-attention layers."""
     yarn = {
@@ -746,6 +760,12 @@ def any_text() -> Examples:
         "llava": ("Llava", clip, _text_config("llama"), True),
         "llava-next": ("LlavaNext", clip, _text_config("mistral", **WINDOW), False),
         "mistral3": ("Mistral3", pixtral, _text_config("mistral", head_dim=32), False),
+        "ministral3": (
+            "Mistral3",
+            pixtral,
+            {**ministral3()["all"], "model_type": "ministral3"},
+            True,
+        ),
         "idefics3": ("Idefics3", siglip, _text_config("llama"), False),
         "smolvlm": ("SmolVLM", siglip, _text_config("llama", rope_theta=273768.0), True),
         "internvl": ("InternVL", intern_vit, _text_config("qwen2", **upper), True),

@@ -5,7 +5,8 @@ published layouts to ``model.language_model.*`` and ``lm_head``. The tensors of 
 place in the decoder.
 
 Source: arXiv:2304.08485 (Llava), arXiv:2310.03744 (Llava 1.5), llava-vl.github.io (Llava-Next),
-mistral.ai/news/mistral-small-3-1, arXiv:2408.12637 (Idefics3), arXiv:2504.05299 (SmolVLM),
+mistral.ai/news/mistral-small-3-1, mistral.ai/news/mistral-3, arXiv:2408.12637 (Idefics3),
+arXiv:2504.05299 (SmolVLM),
 arXiv:2504.10479 (InternVL3), arXiv:2407.07726 (PaliGemma), arXiv:2412.03555 (PaliGemma 2),
 arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL), arXiv:2502.13923 (Qwen2.5-VL),
 arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
@@ -30,7 +31,7 @@ from interposer_models._decoder.moe import MixtureMLP
 from interposer_models._decoder.settings import FrameNames
 from interposer_models._families.gemma import Gemma, Gemma2, Gemma3
 from interposer_models._families.gpt_oss import GptOss
-from interposer_models._families.llama import Llama, Mistral
+from interposer_models._families.llama import Llama, Ministral3, Mistral
 from interposer_models._families.llama4 import Llama4
 from interposer_models._families.qwen import Qwen2, Qwen3, Qwen3Moe
 from interposer_models._families.qwen3_next import Qwen3_5, Qwen3_5Moe
@@ -151,6 +152,20 @@ class MistralText(Mistral, TextDecoder):
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
+    }
+
+
+class Ministral3Text(Ministral3, TextDecoder):
+    """Ministral 3 as the decoder of a vision-language checkpoint."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
     }
 
 
@@ -408,6 +423,7 @@ class AnyText(TextDecoder):
     decoders: ClassVar[Mapping[str, type[TextDecoder]]] = {
         "llama": LlamaText,
         "mistral": MistralText,
+        "ministral3": Ministral3Text,
         "qwen2": Qwen2Text,
         "qwen3": Qwen3Text,
         "qwen3_moe": Qwen3MoeText,
