@@ -74,13 +74,23 @@ def as_published(name: str) -> str:
     [
         (examples.any_text()["mistral3"], as_modules),
         (examples.gemma3_text()["mixed"], as_modules),
+        (examples.gemma4_text()["shared"], as_published),
         (examples.paligemma()["first"], as_modules),
         (examples.qwen2_vl()["windowed"], as_modules),
         (examples.qwen3_vl()["tied"], as_published),
         (examples.qwen2_audio()["windowed"], as_modules),
         (examples.voxtral()["wide"], as_modules),
     ],
-    ids=["mistral3", "gemma3", "paligemma", "qwen2-vl", "qwen3-vl", "qwen2-audio", "voxtral"],
+    ids=[
+        "mistral3",
+        "gemma3",
+        "gemma4",
+        "paligemma",
+        "qwen2-vl",
+        "qwen3-vl",
+        "qwen2-audio",
+        "voxtral",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*Sliding Window Attention")
 def test_both_layouts_of_names_have_the_logits_of_transformers(
@@ -184,6 +194,7 @@ def test_a_text_config_without_fields_has_the_defaults_of_transformers(
         vision_language.GemmaText: "gemma",
         vision_language.Gemma2Text: "gemma2",
         vision_language.Gemma3Text: "gemma3_text",
+        vision_language.Gemma4Text: "gemma4_text",
         vision_language.Llama4Text: "llama4_text",
         vision_language.Qwen2VL: "qwen2_vl_text",
         vision_language.Qwen3VL: "qwen3_vl_text",

@@ -109,6 +109,42 @@ def _vision(model_type: str, **settings: Any) -> dict[str, Any]:
     }
 
 
+GEMMA4_TOKENS = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+GEMMA4_IMAGES = {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2}
+
+
+def _gemma4(ids: Mapping[str, int], **fields: Any) -> Any:
+    text = {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 32,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        # Not 0, so that another token's per-layer embeddings would be noticed.
+        "pad_token_id": 5,
+        **fields,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    vision = _vision("gemma4_vision", **heads, pooling_kernel_size=2, position_embedding_size=256)
+    del vision["image_size"]
+    return _config(
+        "Gemma4Config",
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image|>"],
+        boi_token_id=ids["<|image>"],
+        eoi_token_id=ids["<image|>"],
+    )
+
+
 PALIGEMMA = {"size": {"height": 32, "width": 32}, "image_seq_length": 16}
 
 
@@ -335,6 +371,26 @@ FAMILIES: dict[str, Family] = {
         },
         settings={"image_seq_length": 4},
         newlines=True,
+    ),
+    "gemma4": Family(
+        lambda ids: _gemma4(ids, hidden_size_per_layer_input=8, num_kv_shared_layers=2),
+        "<|image|>",
+        "Gemma4Processor",
+        ("Gemma4ImageProcessorPil", GEMMA4_IMAGES),
+        (*GEMMA4_TOKENS.values(), "<pad>"),
+        GEMMA4_TOKENS,
+        pad_token="<pad>",
+    ),
+    "gemma4-large": Family(
+        lambda ids: _gemma4(
+            ids, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"
+        ),
+        "<|image|>",
+        "Gemma4Processor",
+        ("Gemma4ImageProcessorPil", GEMMA4_IMAGES),
+        (*GEMMA4_TOKENS.values(), "<pad>"),
+        GEMMA4_TOKENS,
+        pad_token="<pad>",
     ),
     "paligemma": Family(
         lambda ids: _paligemma("gemma", ids),

@@ -16,7 +16,7 @@ import interposer
 from interposer.errors import ConfigError, RequestError
 from interposer_adapt import adapt, language_model
 from interposer_adapt._image_processors import load_processor
-from interposer_engine import LanguageModel, Media, load
+from interposer_engine import EmbeddedInput, LanguageModel, Media, load
 
 # GLM-4V's processor converts tensors to arrays in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -104,6 +104,9 @@ def test_images_that_the_engine_cannot_compute_are_refused(name: str, checkpoint
     assert list(completion.token_ids) == greedy(model, text_inputs(TOKENS))
     with pytest.raises(RequestError, match="no encoder"):
         lm.media_prompt(family.placeholder, [Media("image", picture(40, 30))])
+    run = EmbeddedInput("image", b"vectors", torch.zeros(2, 32))
+    with pytest.raises(RequestError, match="holds an image, but the model takes no vectors"):
+        lm.generate([[1, run]])
     lm.close()
 
 

@@ -35,6 +35,12 @@ _GEMMA = (
     "query_pre_attn_scalar", "use_bidirectional_attention",
 )
 _GEMMA3 = (*_GEMMA, "rope_local_base_freq", "sliding_window_pattern")
+_GEMMA4 = (
+    "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping", "global_head_dim",
+    "hidden_activation", "hidden_size_per_layer_input", "num_global_key_value_heads",
+    "num_kv_shared_layers", "pad_token_id", "per_layer_config", "use_bidirectional_attention",
+    "use_double_wide_mlp", "vocab_size_per_layer_input",
+)
 _LLAMA4 = (
     *_EXPERTS, "attention_chunk_size", "attn_scale", "attn_temperature_tuning", "floor_scale",
     "interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers", "no_rope_layer_interval",
@@ -105,20 +111,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "HunYuanMoEV1": (*_EXPERTS, "moe_topk"),
     "Gemma2": _GEMMA,
     "Gemma3": _GEMMA3,
-    "Gemma4": (
-        "attention_k_eq_v",
-        "enable_moe_block",
-        "final_logit_softcapping",
-        "global_head_dim",
-        "hidden_activation",
-        "hidden_size_per_layer_input",
-        "num_global_key_value_heads",
-        "num_kv_shared_layers",
-        "per_layer_config",
-        "use_bidirectional_attention",
-        "use_double_wide_mlp",
-        "vocab_size_per_layer_input",
-    ),
+    "Gemma4": _GEMMA4,
     "Cohere2": ("layer_norm_eps", "logit_scale", "sliding_window_pattern"),
     "Starcoder2": ("norm_epsilon", "use_bias"),
     "Glm4Moe": (*_GROUPS, "use_qk_norm"),
@@ -228,6 +221,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     # The decoders of vision-language and speech checkpoints, whose fields are in text_config.
     "AnyText": (*_WINDOWS, *_EXPERTS, *_SPARSE, "swiglu_alpha", "swiglu_limit"),
     "Gemma3Text": _GEMMA3,
+    "Gemma4Text": _GEMMA4,
     "PaliGemma": _GEMMA,
     "Llama4Text": _LLAMA4,
     "Qwen2VL": _WINDOWS,
@@ -260,6 +254,7 @@ _ARCHITECTURES = {
         "InternVLForConditionalGeneration",
     ),
     "Gemma3Text": ("Gemma3ForConditionalGeneration",),
+    "Gemma4Text": ("Gemma4ForConditionalGeneration",),
     "PaliGemma": ("PaliGemmaForConditionalGeneration",),
     "Llama4Text": ("Llama4ForConditionalGeneration",),
     "Qwen2VL": ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
@@ -293,6 +288,7 @@ _MODULES = {
     "Qwen3Next": "qwen3_next",
     "AnyText": "any_text",
     "Gemma3Text": "gemma3_text",
+    "Gemma4Text": "gemma4_text",
     "Llama4Text": "llama4_text",
     "Qwen2VL": "qwen2_vl",
     "Qwen3VL": "qwen3_vl",
@@ -337,6 +333,7 @@ _SHARED_MODULES = {
     "t5gemma": "gemma",
     "any_text": "vision_language",
     "gemma3_text": "vision_language",
+    "gemma4_text": "vision_language",
     "llama4_text": "vision_language",
     "paligemma": "vision_language",
     "qwen2_vl": "vision_language",

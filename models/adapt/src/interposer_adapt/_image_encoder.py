@@ -21,8 +21,6 @@ from interposer_adapt._image_tower import ImageTower, ImageVectors
 from interposer_adapt._media_encoder import CACHED_BYTES, MediaEncoder, MediaPlan, Tokens
 from interposer_engine import EmbeddedInput, Media
 
-_BOTH_WAYS = frozenset({"gemma3"})
-"""Values of ``model_type``: the tokens of a picture attend to each other in both directions."""
 _FRAMED = frozenset({"paligemma"})
 """Values of ``model_type``: BOS follows the last picture, and a newline ends the prompt."""
 _MAX_NEWLINES = 32
@@ -97,7 +95,7 @@ class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
         self._processor = processor
         # The tokens that get vectors, which are not the placeholder in all models.
         self._vector_id: int = config.image_token_id
-        self._attends_both_ways = config.model_type in _BOTH_WAYS
+        self._attends_both_ways = _attends_both_ways(config)
         self._is_framed = config.model_type in _FRAMED
         self._newlines = _newlines(processor.tokenizer)
         settings = [config.to_dict(), processor.image_processor.to_dict()]
@@ -200,6 +198,13 @@ class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
             prompt[-num_before:] = merged
             tokens = tokens[num_after:]
         prompt += tokens
+
+
+def _attends_both_ways(config: Any) -> bool:
+    """Return whether the tokens of a picture attend to each other in both directions."""
+    mode = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    # Gemma 4 states it.
+    return config.model_type == "gemma3" or mode == "vision"
 
 
 def _newlines(tokenizer: Any) -> dict[Any, int]:

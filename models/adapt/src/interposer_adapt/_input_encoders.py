@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 IMAGE_MODELS = frozenset(
     {
         "gemma3",
+        "gemma4",
         "idefics3",
         "internvl",
         "llama4",

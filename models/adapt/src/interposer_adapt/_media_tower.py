@@ -42,6 +42,8 @@ def load_encoder(checkpoint: Checkpoint, plan: Plan, kind: str) -> Adapted[Any]:
         config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
         # The encoder of a quantized checkpoint is plain.
         vars(config).pop("quantization_config", None)
+        if kind == "image" and getattr(config, "audio_config", None) is not None:
+            config.audio_config = None  # Gemma 4 has both encoders
         model, report = _without_decoder(base).from_pretrained(
             path, config=config, dtype=plan.dtype, output_loading_info=True, **_LOCAL
         )
@@ -79,7 +81,7 @@ def _check_plain(checkpoint: Checkpoint, plan: Plan, kind: str) -> None:
     quantized = {
         name: dtype
         for name, dtype in sorted(checkpoint.dtypes().items())
-        if dtype not in _PLAIN_DTYPES and decoder.renamed(name) is None
+        if dtype not in _PLAIN_DTYPES and decoder.is_encoder_tensor(name)
     }
     for name, dtype in quantized.items():
         raise CheckpointError(

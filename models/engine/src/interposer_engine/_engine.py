@@ -189,7 +189,7 @@ class Engine:
         if self.runner.encoder_inputs is not None:
             reason = "the model's encoder reads token ids"
         elif not getattr(self.model, "takes_embeddings", False):
-            reason = "the model looks up more than one embedding of each token id"
+            reason = "the model takes no vectors in place of token ids"
         elif self.runner.hidden is not None:
             reason = "the head that proposes draft tokens reads embeddings of token ids"
             advice = "load(..., speculation='ngram')"

@@ -128,12 +128,10 @@ class Decoder(nn.Module):
     Attributes:
         can_run_block_by_block: a block needs only the previous block's output and a cache, so
             that calibration can run one block at a time.
-        takes_embeddings: vectors of an encoder can replace token embeddings; see ``EmbeddedRows``.
         hidden: receives the hidden states of all tokens; None if no draft model reads them.
     """
 
     can_run_block_by_block: bool = True
-    takes_embeddings: bool = True
     hidden: HiddenStates | None = None
 
     def __init__(
@@ -422,8 +420,8 @@ class CausalLM(CausalModel):
 
     @property
     def takes_embeddings(self) -> bool:
-        """Say whether ``forward`` takes vectors of an encoder as ``embedded``."""
-        return self.model.takes_embeddings
+        """Say that ``forward`` takes vectors of an encoder as ``embedded``."""
+        return True
 
     @property
     def state_layers(self) -> list[RecurrentLayer]:

@@ -305,6 +305,10 @@ class DecoderSettings(BaseModel, ModelFamily):
         settings._has_encoder = True
         return settings
 
+    def is_encoder_tensor(self, name: str) -> bool:
+        """Say whether the checkpoint tensor ``name`` belongs to an encoder of images or sounds."""
+        return False
+
     def for_tensors(self, names: Collection[str]) -> Self:
         """Return the settings for a checkpoint that has tensors with these names of the model.
 

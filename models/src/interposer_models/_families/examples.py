@@ -793,6 +793,27 @@ def gemma3_text() -> Examples:
     return {"mixed": {"architectures": architectures, **fields}}
 
 
+def gemma4_text() -> Examples:
+    """Return configs: a small model, and a large one whose images attend both ways."""
+    texts = gemma4()
+    vision = {"use_bidirectional_attention": "vision"}
+    examples = {
+        "shared": {**texts["shared"], "model_type": "gemma4_text"},
+        "vision": {**texts["apart"], "model_type": "gemma4_text", **vision},
+    }
+    encoder = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 64}
+    return {
+        label: {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "vision_config": {"model_type": "gemma4_vision", **encoder, **heads, **sizes},
+            "text_config": text,
+        }
+        for label, text in examples.items()
+    }
+
+
 def paligemma() -> Examples:
     """Return configs of PaliGemma and PaliGemma 2, whose context is one window."""
     vision = {**_VISION, "model_type": "siglip_vision_model"}

@@ -10,7 +10,7 @@ per-layer embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_models._decoder.attention import SharedCacheAttention, connect_cache_readers
 from interposer_models._decoder.decoder import CausalLM, Decoder, Norm, NormedBlock
+from interposer_models._decoder.embedded_rows import EmbeddedRows
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive, WindowTokens, nested_rotation
 from interposer_models._families.gemma import NORMS, Cap, CappedLM
@@ -164,6 +165,7 @@ class Gemma4Block(NormedBlock):
 
 
 Count = Annotated[int, Field(ge=0, le=10_000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
 
 
@@ -177,8 +179,6 @@ class Gemma4Decoder(Decoder):
         connect_cache_readers(self.layers.modules())
         self.size = size = config.hidden_size_per_layer_input
         self.can_run_block_by_block = not (size or config.num_kv_shared_layers)
-        # The tables of further embeddings are looked up by token ids, which encoders have not.
-        self.takes_embeddings = not size
         if size:
             width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
             table_site = site.at("embed_tokens_per_layer")
@@ -188,6 +188,22 @@ class Gemma4Decoder(Decoder):
             projection_site = site.at("per_layer_model_projection")
             self.per_layer_model_projection = Linear(projection_site, config.hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(site.at(name), size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[Any],
+        plans: Sequence[Any],
+        rows: Tensor | None,
+        embedded: EmbeddedRows | None = None,
+    ) -> Tensor:
+        """Compute the final hidden states; see ``Decoder``."""
+        if embedded is not None:
+            # Tokens of an encoder have no ids, and get the per-layer embeddings of padding.
+            padding = self.config.pad_token_id
+            token_ids = token_ids.index_fill(0, embedded.rows, padding)
+        return super().forward(token_ids, positions, caches, plans, rows, embedded)
 
     def extra_block_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
         """Return each layer's extra embeddings ``[T, E]``: a lookup plus a projection of ``x``."""
@@ -230,6 +246,7 @@ class Gemma4(DecoderFamily):
     num_kv_shared_layers: Count = 0
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
+    pad_token_id: TokenId = 0
     use_bidirectional_attention: str | None = None
 
     @property

@@ -6,13 +6,12 @@ place in the decoder.
 
 Source: arXiv:2304.08485 (Llava), arXiv:2310.03744 (Llava 1.5), llava-vl.github.io (Llava-Next),
 mistral.ai/news/mistral-small-3-1, mistral.ai/news/mistral-3, arXiv:2408.12637 (Idefics3),
-arXiv:2504.05299 (SmolVLM),
-arXiv:2504.10479 (InternVL3), arXiv:2407.07726 (PaliGemma), arXiv:2412.03555 (PaliGemma 2),
-arXiv:2503.19786 (Gemma 3), arXiv:2409.12191 (Qwen2-VL), arXiv:2502.13923 (Qwen2.5-VL),
-arXiv:2511.21631 (Qwen3-VL), huggingface.co/Qwen/Qwen3.5-27B,
-huggingface.co/Qwen/Qwen3.5-35B-A3B,
-ai.meta.com/blog/llama-4-multimodal-intelligence, arXiv:2407.10759 (Qwen2-Audio),
-arXiv:2507.13264 (Voxtral).
+arXiv:2504.05299 (SmolVLM), arXiv:2504.10479 (InternVL3), arXiv:2407.07726 (PaliGemma),
+arXiv:2412.03555 (PaliGemma 2), arXiv:2503.19786 (Gemma 3), transformers 5.23, models/gemma4 (Gemma
+4), arXiv:2409.12191 (Qwen2-VL), arXiv:2502.13923 (Qwen2.5-VL), arXiv:2511.21631 (Qwen3-VL),
+huggingface.co/Qwen/Qwen3.5-27B, huggingface.co/Qwen/Qwen3.5-35B-A3B,
+ai.meta.com/blog/llama-4-multimodal-intelligence, arXiv:2407.10759 (Qwen2-Audio), arXiv:2507.13264
+(Voxtral).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.moe import MixtureMLP
 from interposer_models._decoder.settings import FrameNames
 from interposer_models._families.gemma import Gemma, Gemma2, Gemma3
+from interposer_models._families.gemma4 import Gemma4
 from interposer_models._families.gpt_oss import GptOss
 from interposer_models._families.llama import Llama, Ministral3, Mistral
 from interposer_models._families.llama4 import Llama4
@@ -49,7 +49,7 @@ _BODY = re.compile(
 # The encoder of images or sounds, and the modules between encoder and decoder.
 _ENCODER = re.compile(
     r"^(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
-    r"|connector|image_newline)(?:\.|$)"
+    r"|connector|image_newline|embed_vision|embed_audio)(?:\.|$)"
 )
 
 
@@ -105,9 +105,13 @@ class TextDecoder(DecoderFamily):
             fields["tie_word_embeddings"] = any(ties)
         return super().parse(fields, f"{source}, text_config")
 
+    def is_encoder_tensor(self, name: str) -> bool:
+        """Say whether the checkpoint tensor ``name`` belongs to an encoder of images or sounds."""
+        return _ENCODER.match(name) is not None
+
     def renamed(self, name: str) -> str | None:
         """Map the name of a checkpoint tensor to the decoder's; None for the encoder's tensors."""
-        return None if _ENCODER.match(name) else decoder_name(name)
+        return None if self.is_encoder_tensor(name) else decoder_name(name)
 
 
 class LlamaText(Llama, TextDecoder):
@@ -282,6 +286,52 @@ class Gemma3Text(Gemma3, TextDecoder):
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
     }
+
+
+class Gemma4Text(Gemma4, TextDecoder):
+    """Gemma 4 as the decoder of a checkpoint with encoders.
+
+    In the larger models, the tokens of an image attend to each other in both directions in layers
+    with a window, as far as the window reaches.
+    """
+
+    runs_attend_both_ways: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
+        """Validate the decoder's settings in config.json, and return them.
+
+        Raises:
+            CheckpointError: the text_config is missing, or one of its fields is not valid.
+            UnknownDecoderError: the decoder has experts.
+        """
+        if text_config_of(config, source).get("enable_moe_block"):
+            raise UnknownDecoderError(
+                source,
+                "text_config has enable_moe_block, and experts of Gemma 4 have no family",
+                "interposer_engine.load or `interposer run`, which adapt the model of transformers",
+            )
+        return super().parse(config, source)
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return the attention spec, in which only windowed layers may attend both ways."""
+        spec = super().attention_spec(site, index, page_size)
+        attends_both_ways = self.use_bidirectional_attention == "vision" and spec.window_tokens
+        return replace(spec, prefix_lm=spec.prefix_lm and bool(attends_both_ways))
+
+    def renamed(self, name: str) -> str | None:
+        """Map a tensor's name; None for the encoders, and for layers that read another's cache."""
+        decoder = TextDecoder.renamed(self, name)
+        return None if decoder is None else Gemma4.renamed(self, decoder)
 
 
 class Qwen2VL(Qwen2, TextDecoder):
