@@ -1,4 +1,4 @@
-"""The engines that ``cpu_decode.py`` compares, and their environments.
+"""The engines that ``cpu_decode.py`` compares, and the environments of all peers.
 
 An engine that the running Python has installed is used from there. Any other engine gets its own
 virtual environment in a cache folder, because the engines' requirements conflict.
@@ -52,6 +52,8 @@ class Environment:
         is_compiled: the package is compiled for the instructions of this machine.
         preload: libraries that its documentation advises to preload, if they are there; relative
             paths are of the environment.
+        libraries: pattern of the folder, below the environment, of shared libraries that the
+            package itself does not find.
     """
 
     name: str
@@ -61,12 +63,16 @@ class Environment:
     unwanted: tuple[str, ...] = ()
     is_compiled: bool = False
     preload: tuple[str, ...] = ()
+    libraries: str = ""
 
     def variables(self, python: Path) -> dict[str, str]:
         """Return the environment variables of a process of this environment's ``python``."""
-        files = [python.parents[1] / path for path in self.preload]
-        found = [str(file) for file in files if file.exists()]
-        return {"LD_PRELOAD": ":".join(found)} if found else {}
+        home = python.parents[1]
+        files = [home / path for path in self.preload]
+        found = {"LD_PRELOAD": [str(file) for file in files if file.exists()]}
+        if self.libraries:
+            found["LD_LIBRARY_PATH"] = [str(folder) for folder in home.glob(self.libraries)]
+        return {name: ":".join(paths) for name, paths in found.items() if paths}
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,15 @@ ENVIRONMENTS = {
             ("llama-cpp-python==0.3.36",),
             needs_torch=False,
             is_compiled=True,
+        ),
+        # Also compiled for this processor: the wheel in the registry is for older ones.
+        Environment(
+            "whisper_cpp",
+            "pywhispercpp",
+            ("pywhispercpp==1.5.1", "--no-binary=pywhispercpp"),
+            needs_torch=False,
+            is_compiled=True,
+            libraries="lib/python*/site-packages",
         ),
         # The exporter of Gemma 3 and Qwen3-Next does not work with newer transformers.
         Environment(

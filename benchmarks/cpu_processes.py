@@ -38,17 +38,19 @@ class Worker:
         timeout_s: float,
         settings: Settings | None = None,
         instructions: str = "",
+        program: Path = WORKER,
     ) -> None:
         self.engine = engine
         self.timeout_s = timeout_s
         source = folder / engine.source
         if not source.exists():
-            raise Unavailable(f"{source} is missing. Try: benchmarks/cpu_models.py")
+            writer = program.name.replace("worker", "models")
+            raise Unavailable(f"{source} is missing. Try: benchmarks/{writer}")
         self.log = tempfile.NamedTemporaryFile(mode="w+b", suffix=".log")  # noqa: SIM115 - see end
         number = str(threads)
         more = [] if settings is None else [json.dumps(asdict(settings))]
         self.process = subprocess.Popen(
-            [python, WORKER, engine.module, source, engine.option, number, *more],
+            [python, program, engine.module, source, engine.option, number, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

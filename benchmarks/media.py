@@ -1,310 +1,383 @@
-"""Images and speech beside transformers, on the same random weights.
+"""Images and speech beside transformers, llama.cpp, OpenVINO and whisper.cpp, on equal weights.
 
-    python benchmarks/media.py DIR [--rounds 5] [--threads 2] [--only images speech]
+    python benchmarks/media_models.py DIR
+    python benchmarks/media.py DIR [--rows ROW ...] [--rounds 3] [--threads 2]
+    python benchmarks/media.py DIR --rows batch --rounds 1       # a short run; repeat to add rounds
+    python benchmarks/media.py DIR --rounds 0 --record "AMD EPYC, AVX512-BF16, two cores"
 
-Images: a Llava with CLIP-L/14 at 336 pixels and the text model of Qwen2-0.5B, in bfloat16. Rows are
-the vectors of an image, the first token behind an image and a text of 20 tokens, the tokens after
-it, and eight such requests at once. Speech: Whisper base in float32, 28 seconds of noise, greedy; a
-random model writes as many tokens as a window can hold.
+Images: a Llava with CLIP-L/14 at 336 pixels and the text model of Qwen2-0.5B, bfloat16 beside 16
+bits of the others. The row ``encode`` measures the vectors of an image; ``answer`` the first token
+behind an image and a text of 20 tokens, and the rest of 32 tokens; ``batch`` eight such requests at
+once, which start together and are measured until the last has 32 tokens. Speech: Whisper base and
+small, 28 seconds of sound, greedy, in 32 bits, and in 16 bits beside whisper.cpp, which has no
+convolutions in 32 bits on a CPU. Special tokens of these models are never
+the likeliest, so every engine writes as many tokens as it does for a window at most.
 
-Both libraries compute in this process, in an order that alternates; figures are medians over the
-rounds, with the lowest and the highest, and ratios medians of those within a round. Greedy tokens
-are compared first. DIR keeps the checkpoints.
+Every engine has its own process, suspended by a signal while another one runs. In every round, each
+row is run by all engines in a new order, with new inputs. Before its first round, an engine runs a
+smaller input. Results are medians over the rounds, with minimum and maximum in brackets. Ratios are
+medians of the ratios within a round, to the best other engine of the row.
+
+Before the rounds, vectors and tokens of equal inputs are compared with those of transformers.
+DIR/media.json keeps every round: later runs add to it, unless ``--restart`` drops the rounds of the
+chosen rows. The table at the end has all of them; ``--record`` also writes it to
+results/media.txt. The output gives the reason for every engine that cannot be run.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
-from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from interposer_engine import LanguageModel, Media, load
+from cpu_peers import ENVIRONMENTS, Engine, Unavailable, cache_folder, environment_python
+from cpu_processes import Worker
 
-IMAGE, PATCHES = "<image>", 576
-NEW_TOKENS, BATCH = 32, 8
-SECONDS, RATE = 28, 16000
-TEMPLATE = (
-    "{% for m in messages %}{% for p in m.content %}"
-    "{% if p.type == 'text' %}{{ p.text }}{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
-)
-WHISPER_TOKENS = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>")
-Call = Callable[[], object]
+RESULTS = Path(__file__).with_name("results") / "media.txt"
+WORKER = Path(__file__).with_name("media_worker.py")
+OURS, REFERENCE = "interposer", "transformers"
+NEW_TOKENS, BATCH, SECONDS = 32, 8, 28
+# Seeds of the inputs: of comparisons, of warm-ups, and the first of measurements.
+COMPARED, WARM, FIRST = 0, 10, 1000
+TIMEOUT_S = 280.0
 
 
-def write_tokenizer(folder: Path, size: int, specials: dict[str, int]) -> None:
-    """Write a tokenizer in which every token has a text."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts = {number: text for text, number in specials.items()}
-    names = [*symbols, *(texts.get(n, f"<{n}>") for n in range(len(symbols), size))]
-    tokenizer = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+@dataclass(frozen=True)
+class Row:
+    """A measurement that engines of equal bits per weight run.
+
+    Attributes:
+        command: of the worker, without the seed.
+        batch: requests at once, each with a seed.
+        labels: lines of the table by the field of the worker's answer.
+    """
+
+    name: str
+    bits: int
+    engines: tuple[Engine, ...]
+    command: Mapping[str, Any]
+    labels: Mapping[str, str]
+    batch: int = 1
+
+    def input(self, seed: int, is_small: bool = False) -> dict[str, Any]:
+        """Build the command for a seed, or a smaller one that warms up."""
+        command = dict(self.command)
+        if command["kind"] == "answer":
+            batch = min(2, self.batch) if is_small else self.batch
+            command["seeds"] = [seed * self.batch + number for number in range(batch)]
+            if is_small:
+                command["new_tokens"] = 2
+        else:
+            command["seed"] = seed
+        return command
 
 
-def write_llava(folder: Path) -> None:
-    """Write the vision-language checkpoint with its processor and a chat template."""
-    text = transformers.Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        image_size=336,
-        patch_size=14,
-        projection_dim=768,
-    )
-    make: Any = transformers.LlavaConfig
-    config = make(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=151935,
-        image_seq_length=PATCHES,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.LlavaForConditionalGeneration(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder, text.vocab_size, {IMAGE: 151935})
-    pictures = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 336},
-        "crop_size": {"height": 336, "width": 336},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(pictures), encoding="utf-8")
-    processor = {
-        "processor_class": "LlavaProcessor",
-        "patch_size": 14,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": "default",
-    }
-    (folder / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-
-
-def write_whisper(folder: Path) -> None:
-    """Write Whisper base with its feature extractor and the tokens that decoding needs."""
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(
-        d_model=512,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
-        encoder_ffn_dim=2048,
-        decoder_ffn_dim=2048,
-        vocab_size=51865,
-        init_std=0.05,
-    )
-    transformers.WhisperForConditionalGeneration(config).save_pretrained(folder)
-    transformers.WhisperFeatureExtractor().save_pretrained(folder)
-    numbers = [50257, 50258, 50259, 50359]
-    tokens = {**dict(zip(WHISPER_TOKENS, numbers, strict=True)), "<|notimestamps|>": 50363}
-    write_tokenizer(folder, config.vocab_size, tokens)
-    generation = {
-        "decoder_start_token_id": 50258,
-        "eos_token_id": 50257,
-        "pad_token_id": 50257,
-        "bos_token_id": 50257,
-        "is_multilingual": True,
-        "lang_to_id": {"<|en|>": 50259},
-        "task_to_id": {"transcribe": 50359},
-        "no_timestamps_token_id": 50363,
-        "begin_suppress_tokens": [220, 50257],
-        "suppress_tokens": [50257, 50258],
-    }
-    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-
-
-def picture(seed: int) -> bytes:
-    """Return a PNG file of random colours that vary smoothly."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(coarse).resize((640, 480), Image.Resampling.BICUBIC).save(file, "PNG")
-    return file.getvalue()
-
-
-def seconds(call: Call) -> float:
-    """Return the duration of a call in seconds."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def compare(name: str, ours: Callable[[int], Call], theirs: Callable[[int], Call], n: int) -> None:
-    """Print medians of both libraries; each round has an input of its own."""
-    rows: list[tuple[float, float]] = []
-    for number in range(n + 1):  # the first round warms up
-        calls = [(0, ours(number)), (1, theirs(number))]
-        times = {who: seconds(call) for who, call in (calls if number % 2 else calls[::-1])}
-        rows.append((times[0], times[1]))
-    rows = rows[1:]
-    parts = []
-    for label, column in zip(("interposer", "transformers"), zip(*rows, strict=True), strict=True):
-        low, middle, high = (1e3 * f(column) for f in (min, statistics.median, max))
-        parts.append(f"{label} {middle:.0f} ({low:.0f}-{high:.0f})")
-    ratio = statistics.median(b / a for a, b in rows)
-    print(f"{name}, ms: {', '.join(parts)}, x{ratio:.2f}", flush=True)
-
-
-class Images:
-    """Requests with an image each, for both libraries."""
-
-    def __init__(self, folder: Path) -> None:
-        if not (folder / "config.json").exists():
-            write_llava(folder)
-        self.lm: LanguageModel = load(folder, "bfloat16", max_sequences=BATCH, cache_tokens=8192)
-        self.model: Any = transformers.LlavaForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.bfloat16
-        ).eval()
-        self.processor: Any = transformers.AutoProcessor.from_pretrained(folder)
-
-    def text(self, seed: int) -> str:
-        """Return a text of 20 tokens."""
-        return "".join(f"<{number}>" for number in range(1000 + seed, 1020 + seed))
-
-    def ours(self, seeds: range, new_tokens: int) -> list[list[int]]:
-        """Return the new tokens of one request for each picture."""
-        prompts = [
-            self.lm.media_prompt(IMAGE + self.text(seed), [Media("image", picture(seed))])
-            for seed in seeds
+def _engines(model: str, bits: int) -> tuple[Engine, ...]:
+    """Return the engines of a model: their options, and the files of ``media_models.py``."""
+    dtype = {16: "bf16", 32: "f32"}[bits]
+    source = f"{model}-{dtype}"
+    found = [
+        Engine(f"{OURS}:{dtype}", bits, "interposer_media", source, "ours"),
+        Engine(f"{REFERENCE}:{dtype}", bits, "transformers_media", source, "transformers"),
+    ]
+    if model == "llava":
+        found += [
+            Engine(f"llama.cpp:{kind}", bits, "llama_cpp_mtmd", f"llava-{kind}-gguf", "llama_cpp")
+            for kind in ("bf16", "f16")
         ]
-        settings: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": new_tokens}
-        return [list(c.token_ids) for c in self.lm.generate(prompts, **settings)]
+        found.append(Engine("openvino:f16", bits, "openvino_media", "llava-openvino", "openvino"))
+    elif bits == 16:
+        # Not in 32 bits: ggml's convolutions on a CPU have float16 weights only, and whisper.cpp
+        # 1.8.5 ends with "GGML_ASSERT(src0->type == GGML_TYPE_F16) failed" in ops.cpp.
+        file = f"{model}-f16.bin"
+        found.append(Engine("whisper.cpp:f16", bits, "whisper_cpp", file, "whisper_cpp"))
+    return tuple(found)
 
-    def theirs(self, seeds: range, new_tokens: int) -> list[list[int]]:
-        """Return the same by transformers."""
-        pictures = [[Image.open(io.BytesIO(picture(seed)))] for seed in seeds]
-        texts = [IMAGE + self.text(seed) for seed in seeds]
-        inputs = self.processor(images=pictures, text=texts, return_tensors="pt")
-        inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
-        length = inputs["input_ids"].shape[1]
-        out = self.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-        tokens: list[list[int]] = out[:, length:].tolist()
-        return tokens
 
-    def encode_theirs(self, seed: int) -> None:
-        """Compute the vectors of a picture by transformers."""
-        image = Image.open(io.BytesIO(picture(seed)))
-        inputs = self.processor.image_processor(image, return_tensors="pt")
-        self.model.get_image_features(inputs["pixel_values"].to(torch.bfloat16))
+def _rows() -> Iterator[Row]:
+    images = _engines("llava", 16)
+    answer = {"kind": "answer", "new_tokens": NEW_TOKENS}
+    rest = f"the {NEW_TOKENS - 1} tokens after it"
+    labels = {"first_s": "first token behind an image", "rest_s": rest}
+    together = f"{BATCH} requests at once, an image and {NEW_TOKENS} tokens each"
+    yield Row("encode", 16, images, {"kind": "encode"}, {"seconds": "vectors of an image"})
+    yield Row("answer", 16, images, answer, labels)
+    yield Row("batch", 16, images, answer, {"seconds": together}, BATCH)
+    for model in ("base", "small"):
+        for bits in (32, 16):
+            label = {"seconds": f"Whisper {model}, {bits} bits, {SECONDS} s of sound"}
+            command = {"kind": "transcribe", "seconds": SECONDS}
+            engines = _engines(f"whisper-{model}", bits)
+            yield Row(f"whisper-{model}-{bits}", bits, engines, command, label)
 
-    def run(self, rounds: int) -> None:
-        """Print all rows."""
-        one = range(1)
-        same = [a == b for a, b in zip(self.ours(one, 8)[0], self.theirs(one, 8)[0], strict=True)]
-        print(f"first tokens that are equal in bfloat16: {sum(same)} of {len(same)}")
-        length = len(self.lm.tokenizer.encode(IMAGE + self.text(0)))
-        print(f"prompt: {length} tokens, one of which is an image of {PATCHES} tokens")
 
-        def row(name: str, count: int, new_tokens: int, first: int) -> None:
-            """Print a row of whole requests; each round has new pictures."""
+ROWS = {row.name: row for row in _rows()}
 
-            def seeds(number: int) -> range:
-                return range(first + count * number, first + count * (number + 1))
 
-            compare(
-                name,
-                lambda n: lambda: self.ours(seeds(n), new_tokens),
-                lambda n: lambda: self.theirs(seeds(n), new_tokens),
-                rounds,
-            )
+class Records:
+    """The rounds and comparisons of all runs, kept in a JSON file.
 
-        compare(
-            "vectors of an image",
-            lambda n: lambda: self.lm.media_prompt(IMAGE, [Media("image", picture(10_000 + n))]),
-            lambda n: lambda: self.encode_theirs(10_000 + n),
-            rounds,
+    Attributes:
+        rounds: by row, the fields of each engine's answer; an engine that failed is missing.
+        checks: by row and engine, how its results compare with those of transformers.
+        facts: by engine, versions and precision.
+        failures: by row and engine, why there is no result.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+        found: dict[str, Any] = json.loads(text)
+        self.rounds: dict[str, list[dict[str, dict[str, float]]]] = found.get("rounds", {})
+        self.checks: dict[str, dict[str, str]] = found.get("checks", {})
+        self.facts: dict[str, dict[str, str]] = found.get("facts", {})
+        self.failures: dict[str, dict[str, str]] = found.get("failures", {})
+
+    def drop(self, row: str) -> None:
+        """Forget the rounds, comparisons and failures of a row."""
+        for kept in (self.rounds, self.checks, self.failures):
+            kept.pop(row, None)
+
+    def save(self) -> None:
+        kept = {name: value for name, value in vars(self).items() if name != "file"}
+        self.file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
+    def table(self) -> Iterator[str]:
+        """Yield the lines of the tables: a line per measurement and engine."""
+        yield "| measurement | engine | ms, median (lowest-highest) | rounds | beside interposer |"
+        yield "|---|---|---|---|---|"
+        for row in ROWS.values():
+            for field, label in row.labels.items():
+                yield from self._lines(row, field, label)
+
+    def _lines(self, row: Row, field: str, label: str) -> Iterator[str]:
+        rounds = self.rounds.get(row.name, [])
+        ours = f"{OURS}:{'bf16' if row.bits == 16 else 'f32'}"
+        for engine in row.engines:
+            values = [round_[engine.name][field] for round_ in rounds if engine.name in round_]
+            if not values:
+                reason = self.failures.get(row.name, {}).get(engine.name, "not measured")
+                yield f"| {label} | {engine.name} | {reason} | 0 | - |"
+                continue
+            low, middle, high = (1e3 * f(values) for f in (min, statistics.median, max))
+            cell = f"{middle:.0f} ({low:.0f}-{high:.0f})"
+            if row.command["kind"] == "transcribe":
+                cell += f", {SECONDS * 1e3 / middle:.1f} times real time"
+            pairs = [
+                round_[engine.name][field] / round_[ours][field]
+                for round_ in rounds
+                if engine.name in round_ and ours in round_
+            ]
+            ratio = f"x{statistics.median(pairs):.2f}" if pairs and engine.name != ours else "-"
+            yield f"| {label} | {engine.name} | {cell} | {len(values)} | {ratio} |"
+
+    def report(self, machine: str) -> str:
+        """Return the text of results/media.txt."""
+        day = datetime.now(UTC).date().isoformat()
+        lines = [
+            f"Images and speech beside other engines, {day}; {machine}",
+            "",
+            "python benchmarks/media_models.py DIR && python benchmarks/media.py DIR",
+            "",
+            "Random weights, equal in all engines. Every round has new inputs and a new order of",
+            "engines. The last column is the median of the ratios within a round.",
+            "",
+            *self.table(),
+            "",
+            "Precision and version of each engine:",
+            "",
+            *(
+                f"- {name}: {', '.join(str(value) for value in facts.values())}"
+                for name, facts in sorted(self.facts.items())
+            ),
+            "",
+            "Results of equal inputs beside those of transformers:",
+            "",
+            *(
+                f"- {row}, {name}: {text}"
+                for row, checks in self.checks.items()
+                for name, text in checks.items()
+            ),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def measured(row: Row, folder: Path, options: argparse.Namespace, records: Records) -> None:
+    """Load the engines of a row, compare their results, and add rounds to the records."""
+    failures: dict[str, str] = {}
+    records.failures[row.name] = failures
+    size = _image_size(folder) if row.command["kind"] != "transcribe" else None
+    extra = {"size": size} if size else {}
+    workers: dict[str, Worker] = {}
+
+    def run(name: str, command: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            return workers[name].run({**command, **extra})
+        except Unavailable as error:
+            _note(f"{row.name}, {name}: {error}")
+            failures[name] = str(error)
+            workers.pop(name).end()
+            return None
+
+    try:
+        for engine in row.engines:
+            if options.engines and not {engine.name, engine.name.partition(":")[0]} & set(
+                options.engines
+            ):
+                continue
+            _note(f"{row.name}, {engine.name}: loading")
+            try:
+                python = environment_python(ENVIRONMENTS[engine.environment], options.environments)
+                workers[engine.name] = Worker(
+                    engine, python, folder, options.threads, TIMEOUT_S, program=WORKER
+                )
+            except Unavailable as error:
+                _note(f"{row.name}, {engine.name}: {error}")
+                failures[engine.name] = str(error)
+                continue
+            facts = workers[engine.name].loaded["facts"]
+            records.facts[engine.name] = {name: str(value) for name, value in facts.items()}
+        if row.name not in records.checks:
+            records.checks[row.name] = compared(row, folder, run, list(workers))
+        else:
+            for name in list(workers):
+                run(name, row.input(WARM, is_small=True))
+        rounds = records.rounds.setdefault(row.name, [])
+        for _ in range(options.rounds):
+            order = list(workers)
+            random.Random(len(rounds)).shuffle(order)
+            found: dict[str, dict[str, float]] = {}
+            for name in order:
+                answer = run(name, row.input(FIRST + len(rounds)))
+                if answer is not None:
+                    found[name] = _fields(answer)
+            rounds.append(found)
+            records.save()
+            _note(f"{row.name}, round {len(rounds)}: {found}")
+    finally:
+        for worker in workers.values():
+            worker.end()
+        records.save()
+
+
+def compared(row: Row, folder: Path, run: Any, names: Sequence[str]) -> dict[str, str]:
+    """Describe how results of equal inputs differ from those of transformers."""
+    reference = next((name for name in names if name.startswith(REFERENCE)), None)
+    if reference is None:
+        return {}
+    if row.command["kind"] == "encode":
+        return _compared_vectors(row, folder, run, names, reference)
+    # Images of one colour are equal in all engines, however they are resized.
+    command = {**row.input(COMPARED), "blocks": 1}
+    answers = {name: run(name, command) for name in names}
+    expected = answers[reference]
+    checks: dict[str, str] = {}
+    for name, answer in answers.items():
+        if name == reference or answer is None or expected is None:
+            continue
+        equal = total = 0
+        for ours, theirs in zip(answer["tokens"], expected["tokens"], strict=True):
+            pairs = list(zip(ours, theirs, strict=False))
+            equal += next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            total += len(pairs)
+        written = sum(len(tokens) for tokens in answer["tokens"])
+        checks[name] = f"the first {equal} of {total} tokens are equal; it writes {written}"
+    return checks
+
+
+def _compared_vectors(
+    row: Row, folder: Path, run: Any, names: Sequence[str], reference: str
+) -> dict[str, str]:
+    """Describe the relative distance of vectors, beside that of another image."""
+    vectors: dict[str, Any] = {}
+    for name in [*names, reference]:
+        other = "other" if name in vectors else name
+        file = folder / f"vectors-{other}.npy"
+        seed = COMPARED + (other == "other")
+        if run(name, {**row.input(seed), "save": str(file)}) is not None:
+            vectors[other] = np.load(file)
+            file.unlink()
+    if reference not in vectors or "other" not in vectors:
+        return {}
+    right = vectors[reference]
+
+    def distance(name: str) -> float:
+        return float(np.linalg.norm(vectors[name] - right) / np.linalg.norm(right))
+
+    return {
+        name: (
+            f"vectors differ by {distance(name):.2%}; those of another image by "
+            f"{distance('other'):.0%}"
         )
-        row("first token behind an image", 1, 1, 20_000)
-        row(f"an image, then {NEW_TOKENS} tokens", 1, NEW_TOKENS, 30_000)
-        row(f"{BATCH} requests with an image, {NEW_TOKENS} tokens each", BATCH, NEW_TOKENS, 40_000)
-
-
-def speech(folder: Path, rounds: int) -> None:
-    """Print the row of Whisper."""
-    if not (folder / "config.json").exists():
-        write_whisper(folder)
-    lm = load(folder, "float32", cache_tokens=4096, max_sequences=2)
-    model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
-    extract: Any = transformers.WhisperFeatureExtractor.from_pretrained(folder)
-
-    def sound(seed: int) -> Any:
-        noise = np.random.default_rng(seed).standard_normal(SECONDS * RATE)
-        return (0.1 * noise).astype(np.float32)
-
-    settings: dict[str, Any] = {
-        "language": "en",
-        "timestamps": False,
-        "temperature": 0.0,
-        "compression_ratio_threshold": None,
-        "logprob_threshold": None,
-        "no_speech_threshold": None,
-        "condition_on_previous": False,
+        for name in names
+        if name != reference and name in vectors
     }
 
-    def ours(seed: int) -> tuple[int, ...]:
-        segments = lm.transcribe(sound(seed), sampling_rate=RATE, **settings).segments
-        return tuple(token for segment in segments for token in segment.token_ids)
 
-    def theirs(seed: int) -> list[int]:
-        features = extract(sound(seed), sampling_rate=RATE, return_tensors="pt").input_features
-        tokens: list[int] = model.generate(
-            features, language="en", task="transcribe", do_sample=False, max_new_tokens=224
-        )[0].tolist()
-        return tokens
+def _fields(answer: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of an answer: in all, to the first token, and after it."""
+    found = {"seconds": float(answer["seconds"])}
+    if answer.get("first_s"):
+        found["first_s"] = float(answer["first_s"])
+        found["rest_s"] = found["seconds"] - found["first_s"]
+    return found
 
-    mine, other = ours(0), theirs(0)
-    other = [token for token in other if token not in (50257, 50258, 50259, 50359, 50363)]
-    same = sum(a == b for a, b in zip(mine, other, strict=False))
-    print(f"equal tokens: {same} of {len(mine)} and {len(other)}")
-    compare(f"{SECONDS} s of sound", lambda n: lambda: ours(n), lambda n: lambda: theirs(n), rounds)
+
+def _image_size(folder: Path) -> int:
+    """Read the size of the model's images, so that no engine resizes one.
+
+    Raises: Unavailable: the model is missing.
+    """
+    file = folder / "llava-bf16" / "config.json"
+    if not file.exists():
+        raise Unavailable(f"{file} is missing. Try: benchmarks/media_models.py {folder}")
+    size = json.loads(file.read_text(encoding="utf-8"))["vision_config"]["image_size"]
+    return int(size)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Run the rows that were asked for."""
+    """Measure the chosen rows, and print the table of all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--engines", nargs="+", help="by default all of a row")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=["images", "speech"])
+    parser.add_argument("--restart", action="store_true", help="drop earlier rounds of the rows")
+    parser.add_argument("--record", metavar="MACHINE", help="write results/media.txt")
+    parser.add_argument("--environments", type=Path, default=cache_folder())
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    transformers.logging.set_verbosity_error()
-    chosen = options.only or ["images", "speech"]
-    with torch.inference_mode():
-        if "images" in chosen:
-            (options.directory / "llava").mkdir(parents=True, exist_ok=True)
-            Images(options.directory / "llava").run(options.rounds)
-        if "speech" in chosen:
-            (options.directory / "whisper").mkdir(parents=True, exist_ok=True)
-            speech(options.directory / "whisper", options.rounds)
+    folder = options.directory.absolute()
+    options.environments = options.environments.absolute()
+    records = Records(folder / "media.json")
+    started = time.perf_counter()
+    for name in options.rows if options.rounds else ():
+        if options.restart:
+            records.drop(name)
+        try:
+            measured(ROWS[name], folder, options, records)
+        except Unavailable as error:
+            sys.exit(str(error))
+    _note(f"{time.perf_counter() - started:.0f} s")
+    print("\n".join(records.table()))
+    if options.record:
+        RESULTS.write_text(records.report(options.record), encoding="utf-8")
 
 
 if __name__ == "__main__":
