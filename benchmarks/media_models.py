@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -260,6 +261,10 @@ def write_gguf(source: Path, folder: Path, kind: str) -> None:
     Names and fields are those that ``tools/mtmd/clip.cpp`` of llama.cpp reads for the projector
     "mlp". It takes the vectors of the last block but one, as the checkpoint's
     ``vision_feature_layer`` of -2 does, and quick GELU if no other function is named.
+
+    llama.cpp of llama-cpp-python 0.3.36 appends the class vector to the patches, but numbers
+    positions and selects rows as if it was the first. Positions are therefore rotated here. The
+    vectors are then those of the other engines without the first patch, and one of the class.
     """
     folder.mkdir()
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -278,7 +283,10 @@ def write_gguf(source: Path, folder: Path, kind: str) -> None:
         is_matrix = tensor.ndim == 2 and target != "v.position_embd.weight"
         dtype = stored_as if is_matrix else gguf.GGMLQuantizationType.F32
         writer = vision if target.startswith(("v.", "mm.")) else text
-        data = gguf.quants.quantize(tensor.float().numpy(), dtype)
+        values = tensor.float().numpy()
+        if target == "v.position_embd.weight":
+            values = np.roll(values, -1, axis=0)
+        data = gguf.quants.quantize(values, dtype)
         writer.add_tensor(target, data, raw_dtype=dtype)
     for writer in (text, vision):
         writer.add_file_type(file_type)

@@ -102,7 +102,10 @@ def test_llama_cpp_gets_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
             continue
         tensor = found[names[name] or ""]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(values, weight.float().numpy())
+        expected = weight.float().numpy()
+        if tensor.name == "v.position_embd.weight":  # llama.cpp has the class vector last
+            expected = np.roll(expected, -1, axis=0)
+        np.testing.assert_array_equal(values, expected)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields = readers[1].fields
     assert fields["clip.projector_type"].contents() == "mlp"

@@ -21,7 +21,7 @@ class Images:
     """Requests of one image each, in one continuous-batching pipeline."""
 
     def __init__(self, path: Path, option: str, threads: int) -> None:
-        del option
+        precision = {"f16": "bf16", "f32": "f32"}[option]
         self.genai: Any = importlib.import_module("openvino_genai")
         self.openvino: Any = importlib.import_module("openvino")
         self.numpy: Any = importlib.import_module("numpy")
@@ -34,8 +34,8 @@ class Images:
         # Arithmetic and KV cache have the precision of the other engines.
         settings = {
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
         }
         self.pipeline = self.genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", settings)
         core = self.openvino.Core()
@@ -78,8 +78,11 @@ class Images:
         return Answer(tokens, first_s)
 
     def facts(self) -> dict[str, object]:
-        found = str(self.encoder.get_property("INFERENCE_PRECISION_HINT"))
-        return {"version": self.genai.__version__, "precision": f"float16 weights, {found}"}
+        found = self.encoder.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        return {
+            "version": self.genai.__version__,
+            "precision": f"float16 weights, arithmetic and KV cache in {found}",
+        }
 
     def _tensor(self, image: bytes) -> Any:
         pixels = self.numpy.asarray(self.open(io.BytesIO(image)).convert("RGB"))
