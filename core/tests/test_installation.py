@@ -34,6 +34,13 @@ def link_to_itself(path: Path) -> None:
     path.symlink_to(path)
 
 
+def failing_backend(folder: Path) -> None:
+    """Let a distribution add a device to torch whose library is missing."""
+    points = "[torch.backends]\nboard = board_backend:register\n"
+    (folder / "acme-1.0.dist-info" / "entry_points.txt").write_text(points)
+    (folder / "board_backend.py").write_text("raise OSError('libboard.so: no such file')\n")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder on the path, with the metadata of a distribution."""
@@ -80,8 +87,9 @@ def test_entry_points_that_cannot_be_read_are_named(
             "is imported as 'interposer_ops' in place of interposer-ops",
         ),
         (lambda path: (path / "interposer.py").touch(), "'interposer' is imported from"),
+        (failing_backend, "OSError: libboard.so: no such file\nTry: reinstall or uninstall"),
     ],
-    ids=["binary", "FIFO", "shadow", "shadowed core"],
+    ids=["binary", "FIFO", "shadow", "shadowed core", "torch backend"],
 )
 def test_a_module_that_cannot_be_imported_is_named(
     way: str, make: Callable[[Path], None], reason: str, folder: Path

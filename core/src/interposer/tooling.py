@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from interposer._contract.choice import Measured
     from interposer._contract.gathering import gather_bytes
     from interposer._contract.lazy_names import (
+        BACKEND_REMEDY,
+        backend_problem,
         import_problem,
         lazy_attributes,
         unreadable_entry_points,
@@ -59,16 +61,15 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "API_RANGE", "STANDARD", "UINT4", "Kind", "Lock", "Measured", "Measurements", "Plugin",
-    "PluginWarning", "Plugins", "Row", "SharedCacheWarning", "Skipped", "Store", "Subject",
-    "acceptance_of", "allowed", "answer", "applied", "canonical_json", "check_api",
-    "check_classes", "check_lock", "check_records", "checksum", "child_environment",
-    "config_sources", "default_store", "entry_points", "figures", "forget_discovery",
-    "gather_bytes", "import_problem", "installed_distributions", "irregular",
-    "lazy_attributes", "lock_path", "open_owned", "options_here", "parse_rules",
-    "places_summary", "platform_hint", "policy_for", "refused_lines", "steady_time_ns", "strays",
-    "subject_summary", "unless_explicit", "unreadable_entry_points", "variables",
-    "warn_if_shared", "write_text",
+    "API_RANGE", "BACKEND_REMEDY", "STANDARD", "UINT4", "Kind", "Lock", "Measured",
+    "Measurements", "Plugin", "PluginWarning", "Plugins", "Row", "SharedCacheWarning", "Skipped",
+    "Store", "Subject", "acceptance_of", "allowed", "answer", "applied", "backend_problem",
+    "canonical_json", "check_api", "check_classes", "check_lock", "check_records", "checksum",
+    "child_environment", "config_sources", "default_store", "entry_points", "figures",
+    "forget_discovery", "gather_bytes", "import_problem", "installed_distributions", "irregular",
+    "lazy_attributes", "lock_path", "open_owned", "options_here", "parse_rules", "places_summary",
+    "platform_hint", "policy_for", "refused_lines", "steady_time_ns", "strays", "subject_summary",
+    "unless_explicit", "unreadable_entry_points", "variables", "warn_if_shared", "write_text",
 ]
 # fmt: on
 
@@ -92,7 +93,9 @@ __getattr__ = lazy_attributes(
         "interposer._explanation.text": (
             "answer figures options_here places_summary refused_lines subject_summary"
         ),
-        "interposer._contract.lazy_names": "import_problem lazy_attributes unreadable_entry_points",
+        "interposer._contract.lazy_names": (
+            "BACKEND_REMEDY backend_problem import_problem lazy_attributes unreadable_entry_points"
+        ),
         "interposer._plugins.acceptance": "acceptance_of",
         "interposer._plugins.discovery": "entry_points installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",

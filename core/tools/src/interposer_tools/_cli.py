@@ -45,6 +45,12 @@ def main() -> None:
         places = [f"{name!r} is imported from {file}" for name, file in files.items() if file]
         remedy = "rename the files that hide these packages, or take their folder off PYTHONPATH"
         _end([f"{error}", *places], remedy)
+    except RuntimeError as error:
+        from interposer.tooling import BACKEND_REMEDY, backend_problem
+
+        if problem := backend_problem(error):
+            _end([problem], BACKEND_REMEDY)
+        raise
 
 
 def _check_streams() -> None:

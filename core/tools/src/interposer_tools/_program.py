@@ -28,7 +28,7 @@ from interposer.errors import (
     described,
     foreign_errors,
 )
-from interposer.tooling import STANDARD, entry_points, import_problem
+from interposer.tooling import STANDARD, backend_problem, entry_points, import_problem
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
 from interposer_tools._commands.hub_kernels import hub_kernels
@@ -170,7 +170,7 @@ def _add_command(
         command = points[0].load()
     except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else described(error)
-        if problem := import_problem(error):
+        if problem := import_problem(error) or backend_problem(error):
             reason += f"; {problem}"
         any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
         application.command(name, context_settings=any_arguments)(_unusable(name, reason))
