@@ -83,6 +83,10 @@ def find_distributions() -> list[Distribution]:
 TOOLS = read_toml(ROOT / "pyproject.toml")["tool"]
 DISTRIBUTIONS = find_distributions()
 MODULES = [module for dist in DISTRIBUTIONS for module in dist.modules]
+# The distributions of the example device are installed by its test only, see
+# tests/test_example_device.py: torch takes the device for the machine's accelerator.
+DEVICE = "examples/example-device"
+DEVICE_SOURCES = [f"{DEVICE}/backend/src", f"{DEVICE}/platform/src"]
 each_distribution = pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=lambda dist: dist.folder)
 
 
@@ -164,11 +168,11 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
     programs = ["conftest.py", "models/conftest.py", "platforms/wheels.py"]
     # The distributions in examples/ are listed like all others.
-    checked = ["benchmarks", "docs", "examples/*.py"]
+    checked = ["benchmarks", "docs", "examples/*.py", *DEVICE_SOURCES, f"{DEVICE}/tests"]
     assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *checked}
     # Scripts name their neighbours, as the writer of golden vectors does.
     neighbours = [*scripts, "platforms/cpu/tests/golden"]
-    assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *neighbours}
+    assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *DEVICE_SOURCES, *neighbours}
     assert set(TOOLS["pytest"]["ini_options"]["testpaths"]) == {*tests, "tests"}
 
 
