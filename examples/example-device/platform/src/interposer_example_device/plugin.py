@@ -10,7 +10,5 @@ INTERPOSER_API = ">=1.0,<2"
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, and the attention backend for it."""
-    return [
-        PlatformEntry("example", "interposer_example_device.platform:ExamplePlatform"),
-    ]
+    """Return the platform."""
+    return [PlatformEntry("example", "interposer_example_device.platform:ExamplePlatform")]
