@@ -28,6 +28,9 @@ from interposer_adapt._image_tower import ImageTower, load_tower
 from interposer_adapt._input_encoders import load_input_encoder
 from interposer_engine import Checkpoint, EmbeddedInput, Media, Plan, load, plan, quantize
 
+# transformers' processor of PaliGemma passes a tensor to numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 SIZES = ((40, 30), (64, 100), (90, 31))
 
 

@@ -12,6 +12,9 @@ from models.adapt.tests.image_checkpoints import FAMILIES, picture, write_checkp
 from interposer_adapt._image_processors import load_processor
 from interposer_engine import Media, SamplingParams, load
 
+# transformers' processor of PaliGemma passes a tensor to numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 SIZES = ((40, 30), (64, 100), (90, 31))
 NUM_TOKENS = 8
 

@@ -797,9 +797,10 @@ def gemma4_text() -> Examples:
     """Return configs: a small model, and a large one whose images attend both ways."""
     texts = gemma4()
     vision = {"use_bidirectional_attention": "vision"}
+    fields = {"model_type": "gemma4_text", "pad_token_id": 0}
     examples = {
-        "shared": {**texts["shared"], "model_type": "gemma4_text"},
-        "vision": {**texts["apart"], "model_type": "gemma4_text", **vision},
+        "shared": {**texts["shared"], **fields},
+        "vision": {**texts["apart"], **fields, **vision},
     }
     encoder = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
