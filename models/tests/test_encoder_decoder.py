@@ -181,9 +181,9 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
         lm.engine.step()
     for sequence, count in zip(started, steps, strict=True):
         assert sequence.output == greedy_of(model, [*sequence.source], count)
-    # Who gave pages back was encoded again, and nobody else was.
+    # Only an input whose pages were given back, and used by others, was encoded again.
     assert preempted
-    assert sum(encoded) == sum(lengths) + sum(preempted)
+    assert sum(lengths) <= sum(encoded) <= sum(lengths) + sum(preempted)
     assert max(encoded) <= 61
     assert idle(lm)
 
@@ -252,6 +252,7 @@ def spoil(lm: LanguageModel) -> None:
     def spoiled(chunks: Any) -> None:
         advance(chunks)
         used_pages = {page for s in scheduler.running for page in s.source_pages}
+        used_pages |= pool.kept_pages
         free = torch.tensor(sorted({*range(pool.num_pages)} - used_pages), dtype=torch.int64)
         for cache, backend in zip(engine.runner.caches, engine.runner.backends, strict=True):
             if backend.spec.type == "encoder_decoder":

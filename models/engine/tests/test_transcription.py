@@ -180,6 +180,29 @@ def test_bad_texts_are_decoded_again_at_higher_temperatures(lm: LanguageModel) -
     )
 
 
+def test_a_window_is_encoded_once_for_all_temperatures(pair: tuple[Path, Any]) -> None:
+    model = load(pair[0], "float32", platform="cpu", cache_tokens=128)
+    num_encoded: list[int] = []
+    convolution = model.engine.model.encoder.conv1
+    convolution.register_forward_hook(lambda _, inputs, __: num_encoded.append(len(inputs[0])))
+    options = {**PLAIN, "temperature": (0.0, 0.4, 0.8), "logprob_threshold": 0.0, "seed": 3}
+
+    def transcribe(seed: int) -> Transcript:
+        return model.transcribe(sound(0.4, seed), sampling_rate=RATE, **options)
+
+    first = transcribe(1)
+    assert {segment.temperature for segment in first.segments} == {0.8}
+    assert num_encoded == [1]
+    # Other sounds take the pages, and new weights make keys and values useless.
+    for seed in (2, 3):
+        transcribe(seed)
+    assert transcribe(1) == first
+    assert num_encoded == [1] * 4
+    model.update_weights(pair[0])
+    assert transcribe(1) == first
+    assert num_encoded == [1] * 5
+
+
 @pytest.mark.slow
 def test_several_sounds_at_once_have_the_texts_of_each_alone(pair: tuple[Path, Any]) -> None:
     model = load(pair[0], "float32", platform="cpu", cache_tokens=192, max_sequences=3)

@@ -74,5 +74,10 @@ class FeatureSource:
     def __len__(self) -> int:
         return self.num_tokens
 
+    @property
+    def content(self) -> bytes:
+        """The bytes of the values."""
+        return self.values.contiguous().numpy().tobytes()
+
     def __iter__(self) -> Iterator[int]:
         yield from self.values.contiguous().view(torch.int32).flatten().tolist()

@@ -5,8 +5,10 @@ Dimensions: E tokens of all encoder inputs of a batch, B encoder inputs.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -135,7 +137,27 @@ class EncoderInputs:
         caches: Sequence[Any],
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Encode the inputs of sequences, and write keys and values to the cache pages."""
+        """Encode the inputs of sequences, and write keys and values to the cache pages.
+
+        Inputs whose keys and values the cache holds, because of equal inputs, are left out.
+        """
+        by_key = {
+            sequence.source_key: sequence
+            for sequence in sequences
+            if sequence.encoded is not None and not sequence.encoded.is_encoded
+        }
+        if by_key:
+            self._encode([*by_key.values()], caches, numerics)
+        for sequence in by_key.values():
+            assert sequence.encoded is not None
+            sequence.encoded.is_encoded = True
+
+    def _encode(
+        self,
+        sequences: Sequence[TokenSequence],
+        caches: Sequence[Any],
+        numerics: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         size = self.pool.page_size
         token_ids: list[int] = []
         features: list[Tensor] = []
@@ -172,6 +194,13 @@ class EncoderInputs:
                         backend.plan(write_batch) if sees_source(backend.spec) else None
                     )
             self._model.encode(batch, caches, [plans[backend] for backend in self._backends])
+
+
+def source_key(source: list[int] | FeatureSource) -> bytes:
+    """Return a digest of a checked encoder input."""
+    is_features = isinstance(source, FeatureSource)
+    content = source.content if is_features else array("q", source).tobytes()
+    return blake2b(content, digest_size=16).digest()
 
 
 def sees_source(spec: AttentionSpec) -> bool:

@@ -20,7 +20,7 @@ from interposer.errors import ContextLengthError, RequestError, UnknownNameError
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
 from interposer_engine._encoder_features import FeatureSource
-from interposer_engine._encoder_inputs import Source
+from interposer_engine._encoder_inputs import Source, source_key
 from interposer_engine._locks import FairLock
 from interposer_engine._prefix_pool import PrefixStatistics
 from interposer_engine._prompt_runs import Run, place_runs
@@ -110,9 +110,11 @@ class Engine:
         return None if prefix_cache is None else prefix_cache.statistics
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, because weights or adapters have changed."""
+        """Forget computed prefixes and encoder inputs, because weights or adapters have changed."""
         if self.runner.prefixes is not None:
             self.runner.prefixes.forget()
+        if self.runner.encoder_pool is not None:
+            self.runner.encoder_pool.forget()
 
     def add(
         self,
@@ -349,6 +351,8 @@ class Engine:
         sequence = TokenSequence(
             next(self._ids), token_ids, params, seed, runs, pages=pages, source=encoder_input
         )
+        if self.runner.encoder_inputs is not None:
+            sequence.source_key = source_key(encoder_input)
         if self.runner.adapters is not None:
             sequence.adapter = self.runner.adapters.version(params.adapter)
         return sequence

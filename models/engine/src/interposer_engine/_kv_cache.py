@@ -15,6 +15,7 @@ from torch import Tensor
 
 from interposer import AttentionBackend
 from interposer_engine._encoder_inputs import sees_source
+from interposer_engine._encoder_pages import EncoderPagePool
 from interposer_engine._pages import CacheContents, PagePool, window_pages
 from interposer_engine._prefix_pool import PrefixPool, check_shared_prefixes
 from interposer_ops.devices.host_memory import cache_memory
@@ -274,7 +275,9 @@ class Caches:
             pool.num_pages + group.num_zero_pages
             for pool, group in zip(pools, shape.by_pool, strict=True)
         ]
-        self.encoder_pool = pools.pop() if shape.by_pool[-1].is_source else None
+        self.encoder_pool: EncoderPagePool | None = None
+        if shape.by_pool[-1].is_source:
+            self.encoder_pool = EncoderPagePool(pools.pop().num_pages, page_size)
         self.pools = pools
 
     def spare_pages(self, count: int) -> list[range]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interposer.errors import ContextLengthError
+from interposer_engine._encoder_pages import EncoderPagePool
 from interposer_engine._pages import PagePool
 from interposer_engine._prefix_cache import SharedPrefixes
 from interposer_engine._prompt_runs import Run
@@ -71,7 +72,7 @@ class Scheduler:
         pools: Sequence[PagePool],
         max_sequences: int,
         max_step_tokens: int,
-        encoder_pool: PagePool | None = None,
+        encoder_pool: EncoderPagePool | None = None,
         whole_prompts: bool = False,
         prefixes: SharedPrefixes | None = None,
     ) -> None:
@@ -168,9 +169,12 @@ class Scheduler:
                 continue
             if self.encoder_pool is not None and not sequence.num_computed:
                 # The whole encoder input is encoded before the first chunk, within step memory.
-                if len(sequence.source) > encoder_budget:
+                num_encoded = (
+                    0 if self.encoder_pool.is_encoded(sequence.source_key) else len(sequence.source)
+                )
+                if num_encoded > encoder_budget:
                     continue
-                encoder_budget -= len(sequence.source)
+                encoder_budget -= num_encoded
             num_tokens = min(self._pending_tokens(sequence), budget - reserved_tokens)
             for _, pool in self._windowed:
                 # A small pool computes a long chunk in parts, and frees pages in between.
@@ -286,10 +290,10 @@ class Scheduler:
 
         After a failure the pages of some pools stay allocated to the sequence.
         """
-        if self.encoder_pool is not None and not self.encoder_pool.extend(
-            sequence.source_pages, len(sequence.source)
-        ):
-            return False
+        if self.encoder_pool is not None and sequence.encoded is None:
+            sequence.encoded = self.encoder_pool.attach(sequence.source_key, len(sequence.source))
+            if sequence.encoded is None:
+                return False
         pairs = zip(self.pools, sequence.pages, strict=True)
         return all(pool.extend(pages, num_tokens) for pool, pages in pairs)
 
@@ -299,8 +303,9 @@ class Scheduler:
             self._prefixes.detach(sequence)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             pool.release(pages)
-        if self.encoder_pool is not None:
-            self.encoder_pool.release(sequence.source_pages)
+        if self.encoder_pool is not None and sequence.encoded is not None:
+            self.encoder_pool.detach(sequence.encoded)
+            sequence.encoded = None
         self.pools[0].return_slot(sequence.state_slot)
         sequence.state_slot = -1
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from interposer_engine._constrained_decoding.constraints import Matcher
 from interposer_engine._encoder_features import FeatureSource
+from interposer_engine._encoder_pages import EncodedInput
 from interposer_engine._prompt_runs import Run, without_runs
 from interposer_engine._sampling_params import SamplingParams
 
@@ -55,7 +56,8 @@ class TokenSequence:
         state_tokens: Number of tokens in the recurrent state; -1 if the state includes draft
             tokens.
         source: Token ids or features of the encoder input; empty if the model has no encoder.
-        source_pages: Cache pages of the encoder input.
+        source_key: Digest of the encoder input.
+        encoded: Cache pages of the encoder input; None while the sequence has none.
         state_slot: Row of the state tensors; -1 while the sequence has none.
         adapter: Version number of the adapter in ``StepAdapters``; None without one.
         finish_reason: Why the sequence has ended; None before the end.
@@ -85,7 +87,8 @@ class TokenSequence:
     checkpoint_positions: list[int] = field(default_factory=list)
     state_tokens: int = 0
     source: list[int] | FeatureSource = field(default_factory=list)
-    source_pages: list[int] = field(default_factory=list)
+    source_key: bytes = b""
+    encoded: EncodedInput | None = None
     state_slot: int = -1
     adapter: int | None = None
     finish_reason: FinishReason | None = None
@@ -99,6 +102,11 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def source_pages(self) -> list[int]:
+        """Cache pages of the encoder input; empty while the sequence has none."""
+        return [] if self.encoded is None else self.encoded.pages
 
     @property
     def request_ids(self) -> list[int]:
