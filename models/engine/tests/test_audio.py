@@ -122,8 +122,17 @@ def test_other_formats_are_read_by_soundfile(tmp_path: Path) -> None:
     torch.testing.assert_close(decoded, samples, rtol=0, atol=1e-4)
     with pytest.raises(RequestError, match="lasts 0 seconds, the limit is 0"):
         read_audio(tmp_path / "sound.flac", None, 8000, AudioLimits(seconds=0.1))
-    with pytest.raises(RequestError, match=r"cannot be decoded.*Try: WAV, FLAC"):
-        read_audio(b"no sound at all", None, 8000)
+    with pytest.raises(RequestError, match=r"cannot be decoded: .*Try: a complete file in one"):
+        read_audio(b"fLaC and so on", None, 8000)
+
+
+@pytest.mark.parametrize("form", ["AU", "CAF", "VOC", "W64"])
+def test_formats_outside_of_the_list_are_refused(form: str) -> None:
+    soundfile = pytest.importorskip("soundfile", reason="needs the package soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, sine(440, 0.1).numpy(), RATE, format=form)
+    with pytest.raises(RequestError, match=r"not WAV, FLAC, MP3, Ogg.*Try: ffmpeg -i FILE"):
+        read_audio(file.getvalue(), None, RATE)
 
 
 def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +154,14 @@ def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch
         (torch.ones(10).short(), RATE, r"torch.int16 of the shape \[10\].*divide 16-bit"),
         (torch.ones(1, 1, 10), RATE, r"of the shape \[1, 1, 10\]"),
         (torch.tensor([1.0, torch.nan]), RATE, "NaN or infinite"),
+        (torch.tensor([1.0, -1e30]), RATE, r"or larger than 2\*\*32. Try: samples from -1 to 1"),
         (object(), RATE, "audio is a object, must be a path"),
         (b"RIFF\0\0\0\0WAVEfmt \x10\0\0\0abc", None, "its format is cut off"),
         (b"RIFF\0\0\0\0WAVE", None, "holds no samples"),
         (riff(1, 16, b""), None, "holds no samples"),
         (riff(1, 16, bytes(20), rate=0), None, "sampling rate of the audio is 0"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_unusable_sounds_are_refused(audio: Any, rate: int | None, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):

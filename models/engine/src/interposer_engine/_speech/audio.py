@@ -1,11 +1,10 @@
-"""Reading of sounds: WAV files by this module, other files by the library soundfile.
+"""Reading of sounds: WAV files by this module, other files by ``soundfile_decoder``.
 
 Dimensions: S samples, C channels.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interposer.errors import RequestError, install_command
+from interposer.errors import RequestError
 from interposer_engine._speech.resampling import resample
+from interposer_engine._speech.soundfile_decoder import decode_by_soundfile
 
 Audio = str | Path | bytes | Sequence[float] | Any
 """A sound: a file's path or content, or samples as a list, an array or a tensor."""
@@ -24,6 +24,8 @@ Audio = str | Path | bytes | Sequence[float] | Any
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _MAX_RATE = 768_000
 _MAX_CHANNELS = 64
+# Samples of full scale are from -1 to 1. The power of much larger ones would overflow.
+_MAX_SAMPLE = float(2**32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def read_audio(
         audio: The path or the content of a file, or samples ``[S]`` or ``[C, S]``.
         sampling_rate: Samples per second of ``audio``, if it holds samples.
         target_rate: Samples per second of the result.
-    Raises: RequestError: the sound cannot be read, is empty, exceeds the limits, or holds NaN.
+    Raises: RequestError: the sound cannot be read, is empty, exceeds the limits, or holds NaN or
+        huge samples.
     """
     if isinstance(audio, str | Path | bytes | bytearray | memoryview):
         if sampling_rate is not None:
@@ -106,8 +109,11 @@ def read_audio(
                 "second. Try: transcribe(samples, sampling_rate=16000)"
             )
         limits.check_duration(samples.shape[-1], sampling_rate)
-    if not samples.isfinite().all():
-        raise RequestError("The audio holds samples that are NaN or infinite")
+    if not samples.abs().le(_MAX_SAMPLE).all():
+        raise RequestError(
+            "The audio holds samples that are NaN or infinite, or larger than 2**32. "
+            "Try: samples from -1 to 1"
+        )
     return resample(samples.mean(0), sampling_rate, target_rate)
 
 
@@ -146,23 +152,7 @@ def _decode(content: bytes, limits: AudioLimits) -> tuple[Tensor, int]:
         decoded = _decode_wave(content, limits)
         if decoded is not None:
             return decoded
-    try:
-        import soundfile
-    except ImportError:
-        command = install_command("interposer-engine[audio]")
-        raise RequestError(
-            f"The audio is not a WAV file of integers or floats: it starts with {content[:12]!r}. "
-            f"Other formats need the library soundfile. Try: {command}"
-        ) from None
-    try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
-            limits.check_duration(file.frames, file.samplerate, file.channels)
-            samples = torch.from_numpy(file.read(dtype="float32", always_2d=True))
-            return samples.T, file.samplerate
-    except soundfile.LibsndfileError as error:
-        raise RequestError(
-            f"The audio cannot be decoded: {error}. Try: WAV, FLAC, MP3 or Ogg"
-        ) from None
+    return decode_by_soundfile(content, limits.check_duration)
 
 
 def _decode_wave(content: bytes, limits: AudioLimits) -> tuple[Tensor, int] | None:
