@@ -16,7 +16,13 @@ from tests.landing import landing_sample
 from torch.utils import _pytree
 
 from interposer import Config, current_registry, explain
-from interposer.errors import CheckpointError, ConfigError, UnknownNameError, UnsupportedModelError
+from interposer.errors import (
+    CheckpointError,
+    ConfigError,
+    RequestError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from interposer_engine import Constraint, LanguageModel, load
 from interposer_gguf._checkpoint import GGUFCheckpoint
 from interposer_gguf._scheme import GGUF
@@ -285,6 +291,11 @@ def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
             UnsupportedModelError,
             "the unsupported architecture 'mamba'; similar ones are",
         ),
+        (
+            {"architecture": "clip"},
+            UnsupportedModelError,
+            "holds the image or audio encoder of a model, .* load the GGUF file of the language",
+        ),
         ({"llama.expert_count": 8}, CheckpointError, "lacks .*'llama.expert_used_count'"),
         (
             {"architecture": "qwen2", "qwen2.expert_count": 8},
@@ -397,3 +408,13 @@ def test_constrained_texts_agree_with_the_model_directory(
     assert texts[0].token_ids == texts[1].token_ids
     assert texts[0].text == texts[1].text
     assert re.fullmatch(constraint.text, texts[0].text)
+
+
+def test_a_picture_for_a_gguf_file_is_refused_with_the_next_action(
+    directory: Callable[[str], Path], write: Write
+) -> None:
+    """llama.cpp keeps image encoders in a file of their own, which is not read."""
+    lm = loaded(write(directory("llama"), "f32"))
+    content = [{"type": "image", "image": b"a picture"}, {"type": "text", "text": "What is it?"}]
+    with pytest.raises(RequestError, match=r"\(mmproj\) are not read. Try: load the folder of"):
+        lm.chat([{"role": "user", "content": content}])

@@ -68,7 +68,12 @@ class AttachmentForm:
     text_types: tuple[str, ...]
 
     def attach(
-        self, messages: object, kinds: Collection[str], limit: int, path: str | None = None
+        self,
+        messages: object,
+        kinds: Collection[str],
+        limit: int,
+        path: str | None = None,
+        advice: str = "",
     ) -> None:
         """Replace each medium of messages by an ``Attachment``.
 
@@ -78,6 +83,7 @@ class AttachmentForm:
             kinds: Kinds of media that the model takes.
             limit: Number of media in a request.
             path: Name of the messages in errors; None for the name of the field.
+            advice: What to do to give the model media of other kinds; may be "".
         Raises: ApiError: a medium is malformed or of a kind that the model does not take, or there
             are too many.
         """
@@ -90,7 +96,8 @@ class AttachmentForm:
             if part_type.kind not in kinds:
                 allowed = " or ".join(map(repr, self._allowed(kinds)))
                 message = f"of the type {name!r}, which the model cannot read; allowed is {allowed}"
-                raise self._error(f"{place} is {message}", "not_honoured")
+                end = f". {advice}" if advice else ""
+                raise self._error(f"{place} is {message}{end}", "not_honoured")
             address = part_type.address(part)
             if address is None:
                 message = f"{place} is {shown(part)}; allowed is {part_type.example}"

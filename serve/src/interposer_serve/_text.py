@@ -354,7 +354,8 @@ class TextEndpoints(Endpoints):
         Raises: ApiError: a prompt is too large, a field is unusable, or two contradict each other.
         """
         if (form := body_type.attachment_form) is not None:
-            form.attach(content.get(form.field), self._lm.media_kinds, self._limits.media)
+            kinds, limit = self._lm.media_kinds, self._limits.media
+            form.attach(content.get(form.field), kinds, limit, advice=self._lm.media_advice)
         self._sizes.check(content)
         return self._checked(body_type.read(content))
 

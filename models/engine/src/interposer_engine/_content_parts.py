@@ -24,7 +24,7 @@ _EXAMPLES = {
 
 
 def with_media(
-    messages: Iterable[Mapping[str, Any]], kinds: Collection[str]
+    messages: Iterable[Mapping[str, Any]], kinds: Collection[str], advice: str = ""
 ) -> list[Mapping[str, Any]]:
     """Return messages in which ``Media`` replace the mappings that describe media.
 
@@ -34,6 +34,7 @@ def with_media(
     Args:
         messages: Chat messages; malformed messages and parts of other types stay unchanged.
         kinds: Kinds of media that the model takes.
+        advice: What to do in place of a medium of another kind; "" for a text.
     Raises: RequestError: a part is malformed, or of a kind that the model does not take.
     """
     converted: list[Mapping[str, Any]] = []
@@ -41,7 +42,7 @@ def with_media(
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list | tuple):
             parts = [
-                _with_media(f"messages[{index}].content[{at}]", part, kinds)
+                _with_media(f"messages[{index}].content[{at}]", part, kinds, advice)
                 for at, part in enumerate(content)
             ]
             message = {**message, "content": parts}
@@ -49,13 +50,14 @@ def with_media(
     return converted
 
 
-def _with_media(place: str, part: Any, kinds: Collection[str]) -> Any:
+def _with_media(place: str, part: Any, kinds: Collection[str], advice: str) -> Any:
     name = part.get("type") if isinstance(part, Mapping) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         return part
     if kind not in kinds:
-        raise _refused(place, f"of the type {name!r}, which the model cannot read", _KINDS, kinds)
+        reason = f"of the type {name!r}, which the model cannot read"
+        raise _refused(place, reason, _KINDS, kinds, advice)
     return _medium(place, kind, part)
 
 
@@ -102,10 +104,9 @@ def _medium(place: str, kind: Kind, part: Mapping[str, Any]) -> Media:
 
 
 def _refused(
-    place: str, reason: str, types: Mapping[str, Kind], kinds: Collection[str]
+    place: str, reason: str, types: Mapping[str, Kind], kinds: Collection[str], advice: str = ""
 ) -> RequestError:
     names = [repr(name) for name in ("text", *(name for name in types if types[name] in kinds))]
     allowed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return RequestError(
-        f"{place} is {reason}; allowed is {allowed}. Try: {{'type': 'text', 'text': 'Hello'}}"
-    )
+    advice = advice or "Try: {'type': 'text', 'text': 'Hello'}"
+    return RequestError(f"{place} is {reason}; allowed is {allowed}. {advice}")

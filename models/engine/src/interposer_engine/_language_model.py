@@ -542,6 +542,16 @@ class LanguageModel:
         """Kinds of media that prompts may have: ``"image"``, ``"audio"``, both or none."""
         return frozenset() if self.input_encoder is None else self.input_encoder.kinds
 
+    @property
+    def media_advice(self) -> str:
+        """What to do to give the model media; "" unless the format of its file is the reason."""
+        if self.input_encoder is not None or self.path.suffix.lower() != ".gguf":
+            return ""
+        return (
+            f"{self.path.name} holds the text half of a model: image and audio encoders in GGUF "
+            "files (mmproj) are not read. Try: load the folder of the model's safetensors files"
+        )
+
     def read_messages(self, messages: Iterable[Message]) -> Iterable[Message]:
         """Return messages with ``Media`` in place of the parts that describe media.
 
@@ -549,7 +559,7 @@ class LanguageModel:
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
             return messages  # refused by the chat renderer
-        return with_media(messages, self.media_kinds)
+        return with_media(messages, self.media_kinds, self.media_advice)
 
     def media_prompt(
         self, prompt: str | Sequence[int], media: Sequence[Media], *, cache_salt: str = ""

@@ -17,6 +17,9 @@ from interposer_gguf._tensor_names import block_of
 
 _EXPERT_KEYS = ("expert_count", "expert_used_count")
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+# The architecture of files mmproj-*.gguf, which llama.cpp's converter writes next to the language
+# model (tools/mtmd/clip.cpp).
+_ENCODERS = "clip"
 
 
 def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
@@ -27,12 +30,19 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
         UnsupportedModelError: the architecture or an option is not supported.
     """
     name = metadata.architecture
+    if name == _ENCODERS:
+        raise UnsupportedModelError(
+            file.path,
+            "holds the image or audio encoder of a model, which is not read from GGUF files: load "
+            "the GGUF file of the language model for texts, or for pictures and sounds the folder "
+            "of the model's safetensors files",
+        )
     if name not in ARCHITECTURES:
         near = near_names(name, ARCHITECTURES)
         raise UnsupportedModelError(
             file.path,
             f"has the unsupported architecture {name[:100]!r}; similar ones are {near}: "
-            "docs/gguf.md lists all",
+            "docs/models.md lists all",
         )
     architecture = architecture_of(metadata)
     # Some dense architectures have MoE variants under the same name.

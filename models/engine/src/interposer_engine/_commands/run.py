@@ -377,7 +377,8 @@ class _Conversation:
 
         if kind not in self._lm.media_kinds:
             noun = {"image": "pictures", "audio": "sounds"}[kind]
-            raise RequestError(f"{self._lm.path} has no encoder for {noun}. Try: another model")
+            advice = self._lm.media_advice or "Try: another model"
+            raise RequestError(f"{self._lm.path} has no encoder for {noun}. {advice}")
         (medium,) = _media(kind, [path])
         if not medium.content.is_file():
             raise RequestError(f"{str(medium.content)!r} is no file. Try: /{kind} FILE")
