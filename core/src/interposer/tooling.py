@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from interposer._contract.attention import UINT4
     from interposer._contract.choice import Measured
     from interposer._contract.gathering import gather_bytes
+    from interposer._contract.host_member import HostMember
     from interposer._contract.lazy_names import (
         BACKEND_REMEDY,
         backend_problem,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "API_RANGE", "BACKEND_REMEDY", "STANDARD", "UINT4", "Kind", "Lock", "Measured",
+    "API_RANGE", "BACKEND_REMEDY", "STANDARD", "UINT4", "HostMember", "Kind", "Lock", "Measured",
     "Measurements", "Plugin", "PluginWarning", "Plugins", "Row", "SharedCacheWarning", "Skipped",
     "Store", "Subject", "acceptance_of", "allowed", "answer", "applied", "backend_problem",
     "canonical_json", "check_api", "check_classes", "check_lock", "check_records", "checksum",
@@ -87,6 +88,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.attention": "UINT4",
         "interposer._contract.choice": "Measured",
         "interposer._contract.gathering": "gather_bytes",
+        "interposer._contract.host_member": "HostMember",
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
         "interposer._explanation.inventory": "Row Subject strays",

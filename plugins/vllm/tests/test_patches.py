@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from interposer import Verdict
-from interposer_vllm._patch import Member, Patch, parameters
+from interposer.tooling import HostMember
+from interposer_vllm._patch import Patch
 from interposer_vllm._patches import PATCHES
 from interposer_vllm._patching import apply_patches
 from interposer_vllm.register import register
@@ -21,7 +22,7 @@ def patch(applied: list[str], expected: str = "(text, prefix, predicate=None)") 
         applied.append("patch")
         return Verdict.accept()
 
-    member = Member(f"{HERE}:indent", expected)
+    member = HostMember(f"{HERE}:indent", expected)
     return Patch(name="indent", members=(member,), apply=apply, scope="Indents")
 
 
@@ -47,7 +48,7 @@ def test_a_patch_with_other_members_is_refused_and_logged_once(
     target: str, expected: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     moved = Patch(
-        name="moved", members=(Member(target, expected),), apply=Verdict.accept, scope="Texts"
+        name="moved", members=(HostMember(target, expected),), apply=Verdict.accept, scope="Texts"
     )
     verdicts: dict[str, Verdict] = {}
     with caplog.at_level(logging.WARNING):
@@ -80,13 +81,6 @@ def test_an_error_refuses_one_patch_alone() -> None:
     assert applied == ["patch"]
 
 
-def test_annotations_are_not_compared() -> None:
-    def annotated(x: int, *, y: str | None = None) -> int:
-        return x
-
-    assert parameters(annotated) == "(x, *, y=None)"
-
-
 def test_every_patch_has_a_scope_and_members() -> None:
     names = [patch.name for patch in PATCHES]
     assert len(set(names)) == len(names)
@@ -105,7 +99,7 @@ def test_a_patch_is_refused_without_the_patch_that_it_needs() -> None:
     applied: list[str] = []
     needed = Patch(
         name="needed",
-        members=(Member(f"{HERE}:outdent", "()"),),
+        members=(HostMember(f"{HERE}:outdent", "()"),),
         apply=Verdict.accept,
         scope="Rest",
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._patch import Member, Patch
+from interposer.tooling import HostMember
+from interposer_vllm._patch import Patch
 
 __all__ = ["PATCH"]
 
@@ -38,24 +39,24 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="attention",
     members=(
-        Member(f"{_REGISTRY}:register_backend", "(backend, class_path=None, is_mamba=False)"),
-        Member(f"{_REGISTRY}:AttentionBackendEnum.is_overridden", "(self)"),
-        Member(f"{_CPU}:CPUAttentionBackendImpl.__init__", _INIT),
-        Member(f"{_CPU}:CPUAttentionBackendImpl.forward", _FORWARD),
-        Member(
+        HostMember(f"{_REGISTRY}:register_backend", "(backend, class_path=None, is_mamba=False)"),
+        HostMember(f"{_REGISTRY}:AttentionBackendEnum.is_overridden", "(self)"),
+        HostMember(f"{_CPU}:CPUAttentionBackendImpl.__init__", _INIT),
+        HostMember(f"{_CPU}:CPUAttentionBackendImpl.forward", _FORWARD),
+        HostMember(
             f"{_CPU}:CPUAttentionBackendImpl.do_kv_cache_update",
             "(self, layer, key, value, kv_cache, slot_mapping)",
         ),
-        Member(
+        HostMember(
             f"{_CPU}:CPUAttentionMetadataBuilder.__init__",
             "(self, kv_cache_spec, layer_names, vllm_config, device)",
         ),
-        Member(
+        HostMember(
             f"{_CPU}:CPUAttentionMetadataBuilder.build",
             "(self, common_prefix_len, common_attn_metadata, fast_build=False)",
         ),
-        Member(f"{_CPU}:CPUAttentionMetadata", _METADATA),
-        Member(
+        HostMember(f"{_CPU}:CPUAttentionMetadata", _METADATA),
+        HostMember(
             "vllm.config:get_layers_from_vllm_config", "(vllm_config, layer_type, layer_names=None)"
         ),
     ),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from interposer import Verdict
+from interposer.tooling import HostMember
 from interposer_vllm._compiled_with import compiled_with
-from interposer_vllm._patch import Member, Patch
+from interposer_vllm._patch import Patch
 
 __all__ = ["PATCH"]
 
@@ -34,7 +35,7 @@ def _apply() -> Verdict:
 
 PATCH = Patch(
     name="compiled",
-    members=(Member("vllm.envs:compile_factors", "()"),),
+    members=(HostMember("vllm.envs:compile_factors", "()"),),
     apply=_apply,
     scope="Names of compiled models",
 )

@@ -6,8 +6,9 @@ import importlib
 from typing import Any
 
 from interposer import Verdict
+from interposer.tooling import HostMember
 from interposer_vllm._elementwise import Activation, Norm
-from interposer_vllm._patch import Member, Patch
+from interposer_vllm._patch import Patch
 
 __all__ = ["PATCH"]
 
@@ -46,12 +47,12 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="elementwise",
     members=(
-        Member(f"{_CUSTOM}.register_oot", "(_decorated_op_cls=None, name=None)"),
-        Member(f"{_CUSTOM}.dispatch_forward", "(self, compile_native)"),
-        Member(f"{_NORM}.__init__", _INIT),
-        Member(f"{_NORM}.forward_native", "(self, x, residual=None)"),
-        Member(f"{_ACTIVATION}.__init__", "(self, *, compile_native=True)"),
-        Member(f"{_ACTIVATION}.forward_cpu", "(self, x)"),
+        HostMember(f"{_CUSTOM}.register_oot", "(_decorated_op_cls=None, name=None)"),
+        HostMember(f"{_CUSTOM}.dispatch_forward", "(self, compile_native)"),
+        HostMember(f"{_NORM}.__init__", _INIT),
+        HostMember(f"{_NORM}.forward_native", "(self, x, residual=None)"),
+        HostMember(f"{_ACTIVATION}.__init__", "(self, *, compile_native=True)"),
+        HostMember(f"{_ACTIVATION}.forward_cpu", "(self, x)"),
     ),
     apply=_apply,
     scope="Norms and activations",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from interposer import Verdict
+from interposer.tooling import HostMember
 from interposer_vllm._experts import adopt_experts
-from interposer_vllm._patch import Member, Patch
+from interposer_vllm._patch import Patch
 from interposer_vllm._replacement import replace_layers
 
 __all__ = ["PATCH"]
@@ -54,18 +55,18 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="experts",
     members=(
-        Member(
+        HostMember(
             "vllm.model_executor.custom_op:PluggableLayer.register_oot",
             "(_decorated_layer_cls=None, name=None)",
         ),
-        Member(f"{_LAYER}:RoutedExperts.__init__", _INIT),
-        Member(f"{_LAYER}:RoutedExperts.forward_modular", _FORWARD),
-        Member(f"{_PLAIN}.apply", _APPLY),
-        Member(f"{_PLAIN}.process_weights_after_loading", "(self, layer)"),
-        Member(f"{_PLAIN}.get_fused_moe_quant_config", "(self, layer)"),
-        Member(f"{_FUSED_MOE}.config:FusedMoEConfig", _MOE_CONFIG),
-        Member(f"{_FUSED_MOE}.config:FusedMoEParallelConfig", _PARALLEL_CONFIG),
-        Member("vllm.config:get_current_vllm_config", "()"),
+        HostMember(f"{_LAYER}:RoutedExperts.__init__", _INIT),
+        HostMember(f"{_LAYER}:RoutedExperts.forward_modular", _FORWARD),
+        HostMember(f"{_PLAIN}.apply", _APPLY),
+        HostMember(f"{_PLAIN}.process_weights_after_loading", "(self, layer)"),
+        HostMember(f"{_PLAIN}.get_fused_moe_quant_config", "(self, layer)"),
+        HostMember(f"{_FUSED_MOE}.config:FusedMoEConfig", _MOE_CONFIG),
+        HostMember(f"{_FUSED_MOE}.config:FusedMoEParallelConfig", _PARALLEL_CONFIG),
+        HostMember("vllm.config:get_current_vllm_config", "()"),
     ),
     apply=_apply,
     scope="Routed experts",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._patch import Member, Patch
+from interposer.tooling import HostMember
+from interposer_vllm._patch import Patch
 
 __all__ = ["PATCH"]
 
@@ -35,18 +36,18 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="gptq",
     members=(
-        Member(f"{_QUANTIZATION}:register_quantization_config", "(quantization)"),
-        Member(f"{_QUANTIZATION}:get_quantization_config", "(quantization)"),
-        Member(
+        HostMember(f"{_QUANTIZATION}:register_quantization_config", "(quantization)"),
+        HostMember(f"{_QUANTIZATION}:get_quantization_config", "(quantization)"),
+        HostMember(
             f"{_GPTQ}:AutoGPTQConfig.__init__",
             "(self, weight_bits, group_size, desc_act, is_sym, lm_head_quantized, dynamic, "
             "full_config, modules_in_block_to_quantize=None)",
         ),
-        Member(f"{_GPTQ}:AutoGPTQConfig.get_name", "()"),
-        Member(f"{_GPTQ}:AutoGPTQConfig.get_quant_method", "(self, layer, prefix)"),
-        Member(f"{_GPTQ}:AutoGPTQLinearMethod.__init__", "(self, quant_config)"),
-        Member(f"{_GPTQ}:AutoGPTQLinearMethod.process_weights_after_loading", "(self, layer)"),
-        Member(
+        HostMember(f"{_GPTQ}:AutoGPTQConfig.get_name", "()"),
+        HostMember(f"{_GPTQ}:AutoGPTQConfig.get_quant_method", "(self, layer, prefix)"),
+        HostMember(f"{_GPTQ}:AutoGPTQLinearMethod.__init__", "(self, quant_config)"),
+        HostMember(f"{_GPTQ}:AutoGPTQLinearMethod.process_weights_after_loading", "(self, layer)"),
+        HostMember(
             f"{_QUANTIZATION}.utils.gptq_utils:get_linear_quant_method",
             "(config, layer, prefix, linear_method_cls)",
         ),

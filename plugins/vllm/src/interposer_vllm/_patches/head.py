@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from interposer import Verdict
+from interposer.tooling import HostMember
 from interposer_vllm._head import adopt_head, adopt_table
-from interposer_vllm._patch import Member, Patch
+from interposer_vllm._patch import Patch
 from interposer_vllm._replacement import replace_layers
 
 __all__ = ["PATCH"]
@@ -21,14 +22,16 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="head",
     members=(
-        Member(
+        HostMember(
             "vllm.model_executor.custom_op:PluggableLayer.register_oot",
             "(_decorated_layer_cls=None, name=None)",
         ),
-        Member(f"{_MODULE}:UnquantizedEmbeddingMethod.apply", "(self, layer, x, bias=None)"),
-        Member(f"{_MODULE}:UnquantizedEmbeddingMethod.embedding", "(self, layer, input_)"),
-        Member(f"{_MODULE}:UnquantizedEmbeddingMethod.tie_weights", "(self, layer, embed_tokens)"),
-        Member(
+        HostMember(f"{_MODULE}:UnquantizedEmbeddingMethod.apply", "(self, layer, x, bias=None)"),
+        HostMember(f"{_MODULE}:UnquantizedEmbeddingMethod.embedding", "(self, layer, input_)"),
+        HostMember(
+            f"{_MODULE}:UnquantizedEmbeddingMethod.tie_weights", "(self, layer, embed_tokens)"
+        ),
+        HostMember(
             f"{_MODULE}:UnquantizedEmbeddingMethod.process_weights_after_loading", "(self, layer)"
         ),
     ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._patch import Member, Patch
+from interposer.tooling import HostMember
+from interposer_vllm._patch import Patch
 
 __all__ = ["PATCH"]
 
@@ -23,19 +24,21 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="kernels",
     members=(
-        Member(f"{_KERNELS}:register_linear_kernel", "(kernel_class, platform, kernel_type='mp')"),
-        Member(
+        HostMember(
+            f"{_KERNELS}:register_linear_kernel", "(kernel_class, platform, kernel_type='mp')"
+        ),
+        HostMember(
             f"{_KERNELS}:MPLinearLayerConfig",
             "(full_weight_shape, partition_weight_shape, weight_type, act_type, group_size, "
             "zero_points, out_type=None)",
         ),
-        Member(
+        HostMember(
             f"{_KERNELS}:MPLinearKernel.__init__",
             "(self, c, w_q_param_name, w_s_param_name, w_zp_param_name=None)",
         ),
-        Member(f"{_KERNELS}:MPLinearKernel.can_implement", "(c)"),
-        Member(f"{_KERNELS}:MPLinearKernel.process_weights_after_loading", "(self, layer)"),
-        Member(f"{_KERNELS}:MPLinearKernel.apply_weights", "(self, layer, x, bias=None)"),
+        HostMember(f"{_KERNELS}:MPLinearKernel.can_implement", "(c)"),
+        HostMember(f"{_KERNELS}:MPLinearKernel.process_weights_after_loading", "(self, layer)"),
+        HostMember(f"{_KERNELS}:MPLinearKernel.apply_weights", "(self, layer, x, bias=None)"),
     ),
     apply=_apply,
     scope="Refusals of packed integers without a kernel of vLLM's",

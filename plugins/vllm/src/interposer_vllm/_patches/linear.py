@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from interposer import Verdict
+from interposer.tooling import HostMember
 from interposer_vllm._methods import adopt_linear
-from interposer_vllm._patch import Member, Patch
+from interposer_vllm._patch import Patch
 from interposer_vllm._replacement import replace_layers
 
 __all__ = ["PATCH"]
@@ -26,15 +27,17 @@ def _apply() -> Verdict:
 PATCH = Patch(
     name="linear",
     members=(
-        Member(
+        HostMember(
             "vllm.model_executor.custom_op:PluggableLayer.register_oot",
             "(_decorated_layer_cls=None, name=None)",
         ),
-        Member(f"{_LINEAR}:UnquantizedLinearMethod.apply", "(self, layer, x, bias=None)"),
-        Member(f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading", "(self, layer)"),
-        Member(f"{_LINEAR}:RowParallelLinear.forward", "(self, input_)"),
-        Member(f"{_LINEAR}:ColumnParallelLinear.forward", "(self, input_)"),
-        Member("vllm.config:get_current_vllm_config", "()"),
+        HostMember(f"{_LINEAR}:UnquantizedLinearMethod.apply", "(self, layer, x, bias=None)"),
+        HostMember(
+            f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading", "(self, layer)"
+        ),
+        HostMember(f"{_LINEAR}:RowParallelLinear.forward", "(self, input_)"),
+        HostMember(f"{_LINEAR}:ColumnParallelLinear.forward", "(self, input_)"),
+        HostMember("vllm.config:get_current_vllm_config", "()"),
     ),
     apply=_apply,
     scope="Linear layers",

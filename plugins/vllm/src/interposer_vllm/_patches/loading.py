@@ -12,7 +12,8 @@ from typing import Any
 
 from interposer import Verdict
 from interposer.errors import InterposerError
-from interposer_vllm._patch import Member, Patch
+from interposer.tooling import HostMember
+from interposer_vllm._patch import Patch
 from interposer_vllm._patches import attention, elementwise, experts, head, linear
 from interposer_vllm._patching import apply_patches
 from interposer_vllm._report import Report
@@ -29,7 +30,7 @@ LAYER_PATCHES: tuple[Patch, ...] = (
 )
 """Patches that are applied before the first model is loaded."""
 
-_LOADER = Member(
+_LOADER = HostMember(
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
     "(self, vllm_config, model_config, prefix='')",
 )
