@@ -36,6 +36,7 @@ from interposer_tools._commands.judge import judge
 from interposer_tools._commands.lock import lock
 from interposer_tools._commands.new import new
 from interposer_tools._commands.ops import ops
+from interposer_tools._commands.seams import seams
 from interposer_tools._commands.tune import tune
 from interposer_tools._commands.verify import verify
 from interposer_tools.imports import frozen_imports
@@ -52,6 +53,7 @@ _BUILT_IN: dict[str, Callable[..., None]] = {
     "lock": lock,
     "new": new,
     "ops": ops,
+    "seams": seams,
     "tune": tune,
     "verify": verify,
 }
