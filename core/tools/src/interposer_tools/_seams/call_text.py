@@ -16,11 +16,16 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _DEFINITIONS = ("def ", "class ")
+# `super().name(...)` and `Class.name(...)` call one known class, and no object of another one.
+_CLASS_RECEIVER = re.compile(r"(?:\b[A-Z]\w*|\bsuper\(\))\.$")
 _MAX_CHARACTERS = 10_000
 
 
 def calls_in(text: str, name: str) -> Iterator[tuple[CallShape, int]]:
-    """Yield the arguments and the line of each call of ``name`` or ``x.name`` in ``text``."""
+    """Yield the arguments and the line of each call of ``name`` or ``x.name`` in ``text``.
+
+    Calls of ``super().name`` and ``Class.name`` are left out.
+    """
     # A search for plain text is fifty times as fast as one for a pattern.
     sought = f"{name}("
     position = text.find(sought)
@@ -29,6 +34,8 @@ def calls_in(text: str, name: str) -> Iterator[tuple[CallShape, int]]:
         before = text[max(position - 6, 0) : position]
         position = text.find(sought, start)
         if before[-1:].isidentifier() or before[-1:].isdigit() or before.endswith(_DEFINITIONS):
+            continue
+        if _CLASS_RECEIVER.search(text, max(start - len(name) - 80, 0), start - len(name)):
             continue
         end = _closing_bracket(text, start)
         if end is None:

@@ -469,7 +469,7 @@ class _Walker:
             self._use(node, UseKind.CALL, function.target)
             signature = self.program.signature(function)
             reason = signature.refusal(CallShape.of(node)) if signature is not None else ""
-            if reason:
+            if reason and not self._is_own_method(node.func, function):
                 # A subclass, such as the plugin's own, may take other arguments than the class of
                 # an annotation.
                 is_certain = isinstance(function, Class) or not function.is_bound
@@ -477,6 +477,15 @@ class _Walker:
                 reason = f"{function.target} {reason}"
                 self._report(node, UseKind.CALL, name, reason, is_certain)
         return self.program.call(function)
+
+    def _is_own_method(self, expression: ast.expr, function: Value) -> bool:
+        """Return whether a method of an annotated object may be that of the plugin's subclass."""
+        if not isinstance(expression, ast.Attribute) or not isinstance(function, Function):
+            return False
+        owner = self.program.evaluate(self.scope, expression.value, self.local)
+        return isinstance(owner, Instance) and self.program.plugin_defines(
+            owner.cls, expression.attr
+        )
 
     # Overrides and patches
 

@@ -684,14 +684,13 @@ class Program:
     # The texts of plugin and host
 
     def plugin_calls(self, name: str) -> list[CallShape]:
-        """Return the calls of ``x.name`` in the plugin, without those of ``super().name``."""
+        """Return the calls of methods called ``name`` in the plugin."""
         if name not in self._plugin_calls:
-            call, inherited = f".{name}(", f"super().{name}("
             self._plugin_calls[name] = [
                 shape
                 for text in self.plugin.sources.values()
-                if text.count(call) > text.count(inherited)
-                for shape, _ in calls_in(text.replace(inherited, ""), name)
+                if f".{name}(" in text
+                for shape, _ in calls_in(text, name)
             ]
         return self._plugin_calls[name]
 
