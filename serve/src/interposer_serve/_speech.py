@@ -21,7 +21,12 @@ from interposer_engine import (
     TranscriptSegment,
     TranscriptStream,
 )
-from interposer_serve._answering import CLIENT_CLOSED_REQUEST, EventStream, disconnected
+from interposer_serve._answering import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    cache_salt,
+    disconnected,
+)
 from interposer_serve._errors import ApiError, Gone
 from interposer_serve._format import compact_json
 from interposer_serve._limits import Limits
@@ -83,8 +88,10 @@ class SpeechAnswering:
                 headers={"retry-after": "1"},
             )
 
+        settings = {**body.settings, "cache_salt": cache_salt(request, "")}
+
         def start() -> TranscriptStream:
-            return self._lm.transcribe_stream(body.file, limits=self._audio_limits, **body.settings)
+            return self._lm.transcribe_stream(body.file, limits=self._audio_limits, **settings)
 
         job = _Job(start)
         self._jobs.add(job)

@@ -196,11 +196,16 @@ class EncoderInputs:
             self._model.encode(batch, caches, [plans[backend] for backend in self._backends])
 
 
-def source_key(source: list[int] | FeatureSource) -> bytes:
-    """Return a digest of a checked encoder input."""
-    is_features = isinstance(source, FeatureSource)
-    content = source.content if is_features else array("q", source).tobytes()
-    return blake2b(content, digest_size=16).digest()
+def source_key(source: list[int] | FeatureSource, cache_salt: str, adapter: int | None) -> bytes:
+    """Return a digest of a checked encoder input, by which sequences share its keys and values.
+
+    Args:
+        cache_salt: See ``SamplingParams``.
+        adapter: Version number of the adapter, which changes keys and values; None without one.
+    """
+    content = array("q", source).tobytes() if isinstance(source, list) else source.content
+    users = blake2b(f"{adapter} {cache_salt}".encode(), digest_size=16).digest()
+    return blake2b(content, digest_size=16, key=users).digest()
 
 
 def sees_source(spec: AttentionSpec) -> bool:

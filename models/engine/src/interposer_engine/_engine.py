@@ -351,10 +351,11 @@ class Engine:
         sequence = TokenSequence(
             next(self._ids), token_ids, params, seed, runs, pages=pages, source=encoder_input
         )
-        if self.runner.encoder_inputs is not None:
-            sequence.source_key = source_key(encoder_input)
         if self.runner.adapters is not None:
             sequence.adapter = self.runner.adapters.version(params.adapter)
+        if self.runner.encoder_inputs is not None:
+            salt = params.cache_salt
+            sequence.source_key = source_key(encoder_input, salt, sequence.adapter)
         return sequence
 
     def checked_source(self, source: Source | None) -> list[int] | FeatureSource:

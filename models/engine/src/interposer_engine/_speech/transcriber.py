@@ -50,6 +50,7 @@ class TranscriptionOptions:
         no_speech_threshold: A window is skipped if its probability of no speech is larger and its
             text is not good by ``logprob_threshold``; None never skips.
         seed: Seed of drawn tokens.
+        cache_salt: Only sounds with the same salt share the cache of the encoder.
     """
 
     language: str | None = None
@@ -62,6 +63,7 @@ class TranscriptionOptions:
     logprob_threshold: float | None = -1.0
     no_speech_threshold: float | None = 0.6
     seed: int | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         """Check the values that no sampling parameter checks.
@@ -106,7 +108,8 @@ class TranscriptionOptions:
 
     def params(self, temperature: float, **more: Any) -> SamplingParams:
         """Return sampling parameters for a temperature."""
-        return SamplingParams(temperature=temperature, seed=self.seed, **more)
+        salt = self.cache_salt
+        return SamplingParams(temperature=temperature, seed=self.seed, cache_salt=salt, **more)
 
 
 @dataclass(frozen=True, slots=True)
