@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LanguageModel]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_good_request_after_damaged_sounds_works(kind: str, lm: LanguageModel) -> None:
     good = good_files(kind)[0]
-    options = {"temperature": 0.0, "limits": LIMITS, "language": "en"}
+    options: dict[str, Any] = {"temperature": 0.0, "limits": LIMITS, "language": "en"}
     expected = lm.transcribe(good, **options)
     num_transcribed = 0
     for index, content in enumerate(mutations(kind, seed=3)):
