@@ -69,7 +69,7 @@ def test_the_device_keeps_its_promises(environment: Path, tmp_path: Path) -> Non
 def test_a_damaged_extension_is_named_with_the_remedy(environment: Path) -> None:
     (library,) = environment.parents[1].glob("lib/*/site-packages/torch_example_device/_C.*.so")
     whole = library.read_bytes()
-    library.write_bytes(whole[:4096])
+    library.write_bytes(b"no library")
     try:
         done = run(environment, "-m", "interposer_tools", "doctor")
         assert done.returncode == 1
