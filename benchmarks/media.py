@@ -7,23 +7,23 @@
 
 Images: a Llava with CLIP-L/14 at 336 pixels and the text model of Qwen2-0.5B, bfloat16 beside 16
 bits of the others. The row ``encode`` measures the vectors of an image; ``answer`` the first token
-behind an image and a text of 20 tokens, and the rest of 32 tokens; ``batch`` eight such requests at
+after an image and a text of 20 tokens, and the rest of 32 tokens; ``batch`` eight such requests at
 once, which start together and are measured until the last has 32 tokens. Speech: Whisper base and
 small, 28 seconds of sound, greedy, in 32 bits, and in 16 bits beside whisper.cpp, which has no
-convolutions in 32 bits on a CPU. Special tokens of these models are never
-the likeliest, so every engine writes as many tokens as it does for a window at most.
+convolutions in 32 bits on a CPU. Special tokens of these models are never the likeliest, so every
+engine writes as many tokens as it does for a window at most.
 
 Every engine has its own process, suspended by a signal while another one runs. In every round, each
 row is run by all engines in a new order, with new inputs. Before its first round, an engine runs a
-smaller input. Results are medians over the rounds, with minimum and maximum in brackets. Ratios are
-medians of the ratios within a round, to the best other engine of the row.
+smaller input. Results are medians over the rounds, with minimum and maximum in brackets. The ratio
+of another engine is the median of its seconds by those of interposer in the same round.
 
 Before the rounds, vectors and tokens of equal inputs are compared with those of transformers. The
 row ``weights`` only compares, tokens of the Llava in float32 arithmetic: random models amplify the
 different roundings of 16 bits from token to token. DIR/media.json keeps every round: later runs add
 to it, unless ``--restart`` drops the rounds of the chosen rows. The table at the end has all of
-them; ``--record`` also writes it to results/media.txt.
-The output gives the reason for every engine that cannot be run.
+them, with the reason for every engine that cannot be run; ``--record`` also writes it to
+results/media.txt.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _rows() -> Iterator[Row]:
     images = _engines("llava", 16)
     answer = {"kind": "answer", "new_tokens": NEW_TOKENS}
     rest = f"the {NEW_TOKENS - 1} tokens after it"
-    labels = {"first_s": "first token behind an image", "rest_s": rest}
+    labels = {"first_s": "first token after an image", "rest_s": rest}
     together = f"{BATCH} requests at once, an image and {NEW_TOKENS} tokens each"
     arithmetic = tuple(
         Engine(f"{name}:f32", 32, f"{name}_media", source, environment)
