@@ -289,7 +289,7 @@ def compared(row: Row, folder: Path, run: Any, names: Sequence[str]) -> dict[str
         return {}
     if row.command["kind"] == "encode":
         return _compared_vectors(row, folder, run, names, reference)
-    # Images of one colour are equal in all engines, however they are resized.
+    # Images of one colour, which look the same however an engine resizes them.
     command = {**row.input(COMPARED), "blocks": 1}
     answers = {name: run(name, command) for name in names}
     expected = answers[reference]

@@ -70,8 +70,8 @@ class SpeechEngine(Protocol):
 def picture(seed: int, size: int, blocks: int = 7) -> bytes:
     """Write a PNG file of ``size`` times ``size`` pixels, in blocks of random colours.
 
-    No engine crops an image of the size that its model takes. OpenVINO GenAI interpolates its
-    pixels nevertheless: only an image of one block is equal in all engines.
+    No engine crops an image of the size that its model takes. OpenVINO GenAI seems to interpolate
+    its pixels nevertheless; an image of one block has the same colour after that.
     """
     colours = np.random.default_rng(seed).integers(0, 256, (blocks, blocks, 3), dtype=np.uint8)
     side = -(-size // blocks)
