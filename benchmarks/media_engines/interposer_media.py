@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ class Speech:
 
 
 def _use(threads: int, option: str) -> str:
-    """Set the threads of torch, and return the dtype of an option."""
+    """Set the threads of torch and the plugins in use, and return the dtype of an option."""
+    # The example plugin's kernels have a high score and would be selected if installed.
+    if importlib.util.find_spec("interposer_example_norm") is not None:
+        os.environ["INTERPOSER_DISABLE"] = "interposer-example-norm"
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(threads)
     return {"bf16": "bfloat16", "f32": "float32"}[option]
