@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, checkpoint: Write) -
     expected = [greedy(model, text_inputs(TOKENS))]
     # Steps are shorter than the prompts, and more requests wait than run.
     lm = load(path, "float32", cache_tokens=2048, max_sequences=2, max_step_tokens=24)
-    assert image_notes(lm) == ["images are encoded by the adapted model, up to 2048 tokens at once"]
+    assert image_notes(lm) == ["images are encoded by the adapted model, up to 24 tokens at once"]
     prompts: list[Any] = [TOKENS]
     for text, shown in ((one, images[:1]), (three, images)):
         arguments = {"text": [text], "images": shown}

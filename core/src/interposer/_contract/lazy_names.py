@@ -90,7 +90,8 @@ def backend_problem(error: BaseException) -> str:
 
 
 def _owner(distribution: Any) -> str:
-    return f"{distribution.name} {distribution.version} in {metadata_folder(distribution).parent}"
+    folder = metadata_folder(distribution).parent.absolute()
+    return f"{distribution.name} {distribution.version} in {folder}"
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def plan(
         choose_family(resolver, checkpoint.config, source), checkpoint
     )
     if isinstance(decoder, DecoderSettings):
-        names = stored_names(checkpoint, decoder.renamed, decoder.frame.decoder)
-        decoder = decoder.for_tensors(names.keys())
+        # Few families ask, and a plan needs no weights otherwise.
+        names = partial(stored_names, checkpoint, decoder.renamed, decoder.frame.decoder)
+        decoder = decoder.for_tensors(names)
         notes += decoder.rotation_notes()
         if encoder_kinds(checkpoint.config) and not text_only:
             decoder = decoder.with_encoder()

@@ -8,7 +8,7 @@ value that transformers would silently drop is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -309,10 +309,11 @@ class DecoderSettings(BaseModel, ModelFamily):
         """Say whether the checkpoint tensor ``name`` belongs to an encoder of images or sounds."""
         return False
 
-    def for_tensors(self, names: Collection[str]) -> Self:
-        """Return the settings for a checkpoint that has tensors with these names of the model.
+    def for_tensors(self, names: Callable[[], Collection[str]]) -> Self:
+        """Return the settings for a checkpoint by the names of its tensors, as in the model.
 
-        Empty names mean that the names are not known.
+        Args:
+            names: reads the names; empty if they are not known.
         """
         return self
 

@@ -11,7 +11,7 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import ClassVar, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
@@ -193,10 +193,10 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
     shared_expert_intermediate_size: Positive = 512
     _stacks_experts: bool = PrivateAttr(default=False)
 
-    def for_tensors(self, names: Collection[str]) -> Self:
+    def for_tensors(self, names: Callable[[], Collection[str]]) -> Self:
         """Return the settings for experts that are stored as the names of tensors say."""
         settings = self.model_copy()
-        settings._stacks_experts = any(name.endswith(".experts.gate_up_proj") for name in names)
+        settings._stacks_experts = any(name.endswith(".experts.gate_up_proj") for name in names())
         return settings
 
     @property
