@@ -164,20 +164,20 @@ class Program:
         is_open = False
         for star in scope.stars:
             source = self._imported_module(scope, star)
-            found = self._through_star(source, name)
-            if found is None:
+            value = self._through_star(source, name)
+            if value is None:
                 is_open = True
-            elif not isinstance(found, Missing):
-                return found
+            elif not isinstance(value, Missing):
+                return value
         if isinstance(sub := self.module(f"{module}.{name}"), Module):
             return sub
         if scope.is_replaced:
             for binding in scope.bindings.get("*", ()):
                 if isinstance(binding.statement, ast.ImportFrom):
                     source = self._imported_module(scope, binding.statement)
-                    found = self._through_star(source, name)
-                    if found is not None and not isinstance(found, Missing):
-                        return found
+                    value = self._through_star(source, name)
+                    if value is not None and not isinstance(value, Missing):
+                        return value
         if name.startswith("__"):
             return UNKNOWN
         if scope.is_dynamic and re.search(rf"\b{re.escape(name)}\b", scope.text):
@@ -203,12 +203,12 @@ class Program:
             if isinstance(binding.node, FunctionNode) and _is_overload(binding.node):
                 continue
             values.append(self.value_of(scope, binding))
-        known = [v for v in values if not isinstance(v, Unknown | Missing)]
-        functions = [v for v in known if isinstance(v, Function)]
+        readable = [v for v in values if not isinstance(v, Unknown | Missing)]
+        functions = [v for v in readable if isinstance(v, Function)]
         if len(functions) > 1 and len({str(self.signature(f)) for f in functions}) > 1:
             return UNKNOWN
-        if known:
-            return known[0]
+        if readable:
+            return readable[0]
         # In a host, an unreadable import is no proof of absence.
         missing = [v for v in values if isinstance(v, Missing)]
         return (
@@ -242,9 +242,9 @@ class Program:
             return full if alias.asname else self.module(alias.name.partition(".")[0])
         assert isinstance(statement, ast.ImportFrom)
         module = self._imported_module(scope, statement)
-        found = self.module(module)
-        if not isinstance(found, Module):
-            return found
+        source = self.module(module)
+        if not isinstance(source, Module):
+            return source
         return self.name_in(module, alias.name)
 
     @staticmethod
@@ -303,10 +303,13 @@ class Program:
                 else:
                     expression = base.value if isinstance(base, ast.Subscript) else base
                     is_open = is_open or _last_name(expression) not in _EMPTY_BASES
-            found = [cls, *(c for inner in lists for c in inner)]
+            classes = [cls, *(c for inner in lists for c in inner)]
             # A base that several bases share comes after all of them.
-            last = {c: number for number, c in enumerate(found)}
-            self._orders[cls] = ([c for n, c in enumerate(found) if last[c] == n], is_open)
+            last_positions = {c: number for number, c in enumerate(classes)}
+            self._orders[cls] = (
+                [c for n, c in enumerate(classes) if last_positions[c] == n],
+                is_open,
+            )
         return self._orders[cls]
 
     def owner(self, cls: Class, name: str, after: Class | None = None) -> Class | None:
@@ -426,7 +429,7 @@ class Program:
     def abstract_methods(self, cls: Class) -> dict[str, Class]:
         """Return the abstract methods that neither the class nor a base implements, by name."""
         classes = self.order(cls)[0]
-        found: dict[str, Class] = {}
+        methods: dict[str, Class] = {}
         for candidate in reversed(classes):
             for name, bindings in self.members(candidate).bindings.items():
                 node = bindings[-1].node
@@ -434,10 +437,10 @@ class Program:
                     _last_name(d).startswith("abstract") for d in node.decorator_list
                 )
                 if is_abstract:
-                    found[name] = candidate
+                    methods[name] = candidate
                 else:
-                    found.pop(name, None)
-        return found
+                    methods.pop(name, None)
+        return methods
 
     # Signatures
 
