@@ -86,17 +86,17 @@ def test_fresh_memory_is_not_zero() -> None:
 
 
 def test_streams_run_in_parallel_and_events_order_them() -> None:
-    side = torch.Stream(DEVICE)
+    main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     number = torch.zeros(1000, 1000, device=DEVICE)
     done = torch.Event(DEVICE)
+    # Otherwise the main stream could write its zeros in the midst of the sums.
+    side.wait_stream(main)
     with side:
-        # The side stream has not seen the current one: it has to wait for it.
-        side.wait_stream(torch.accelerator.current_stream())
         for _ in range(20):
             number.add_(1)
         number.record_stream(side)
         done.record(side)
-    torch.accelerator.current_stream().wait_event(done)
+    main.wait_event(done)
     assert number.sum().item() == 20 * number.numel()
     assert done.query()
 
