@@ -116,15 +116,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)  # after the fixtures of the module
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Keep it from visiting the modules that a test module imported, too.
+@pytest.fixture(autouse=True, scope="module")
+def _garbage() -> Iterator[None]:
+    """Collect the garbage of a module, so that what it left open is reported as its fault.
 
-    Some tests collect garbage themselves, which takes seconds once all libraries are loaded.
+    What is left is frozen: some tests collect garbage themselves, which takes seconds once all
+    libraries are loaded.
     """
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

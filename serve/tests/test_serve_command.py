@@ -137,6 +137,19 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     assert "loading" not in process.stderr
 
 
+def test_a_server_that_cannot_start_gives_its_port_back(
+    command: Command, chat_folder: Path
+) -> None:
+    address = ("127.0.0.77", 0)  # of the loopback network, where no other test listens
+    with socket.create_server(address) as listener:
+        address = listener.getsockname()
+    options = f"--host={address[0]}", f"--port={address[1]}", "--packed=of"
+    code, _, errors = command("serve", chat_folder, *options)
+    assert code == 2
+    assert "packed" in errors
+    socket.create_server(address).close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,6 +9,7 @@ import ipaddress
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -321,7 +322,6 @@ def serve(
             )
     if len(chosen.models) > 1 or idle_minutes is not None:
         _check_one_process(tensor_parallel, options)
-    listening = _listen(host, port)  # first, because loading the model can take minutes
 
     limits = Limits(
         queue,
@@ -337,7 +337,8 @@ def serve(
     connection_limits = ConnectionLimits(
         _allowed_connections(max_connections), connections_per_address
     )
-    with launched(tensor_parallel, config) as load:
+    # The server listens before it loads the model, because loading can take minutes.
+    with _listen(host, port) as listening, launched(tensor_parallel, config) as load:
         sources = _sources(chosen, default, max_loaded, config, load)
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         checks_hosts = bool(allowed_names) or (is_local and not keys)
@@ -570,19 +571,21 @@ def _listen(host: str, port: int) -> socket:
     """
     from interposer.errors import InterposerError
 
-    try:
-        family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
-        listening = socket(family, kind, number)
-        # A restarted server need not wait until the system forgets the old connections.
-        listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-        listening.bind(address)
-        # With SO_REUSEADDR, another server could bind the same address until this one listens.
-        listening.listen(_BACKLOG)
-    except OSError as error:
-        raise InterposerError(
-            f"The server cannot listen at {host} port {port}: {error.strerror}. "
-            "Try: --port 0, which selects a free port"
-        ) from None
+    with ExitStack() as opened:
+        try:
+            family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
+            listening = opened.enter_context(socket(family, kind, number))
+            # A restarted server need not wait until the system forgets the old connections.
+            listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+            listening.bind(address)
+            # With SO_REUSEADDR, another server could bind the same address until this one listens.
+            listening.listen(_BACKLOG)
+        except OSError as error:
+            raise InterposerError(
+                f"The server cannot listen at {host} port {port}: {error.strerror}. "
+                "Try: --port 0, which selects a free port"
+            ) from None
+        opened.pop_all()
     return listening
 
 
