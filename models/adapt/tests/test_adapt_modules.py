@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from interposer import Config, explain
@@ -363,6 +364,60 @@ def test_norms_are_recognized_by_results(
     assert (model(x) - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+class Plain(nn.Module):
+    """The usual MLP of an encoder."""
+
+    def __init__(self, hidden: int, inner: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden, inner)
+        self.activation = activation
+        self.fc2 = nn.Linear(inner, hidden)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc2(self.activation(self.fc1(states)))
+        return result
+
+
+class BrokenGELU(nn.GELU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(max=20.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("activation", "op"),
+    [
+        ("gelu", "gelu"),
+        ("gelu_new", "gelu"),
+        ("gelu_pytorch_tanh", "gelu"),
+        ("quick_gelu", "quick_gelu"),
+        ("gelu_10", ""),
+        ("silu", ""),
+        (BrokenGELU(), ""),
+    ],
+    ids=str,
+)
+def test_activations_are_recognized_by_results(
+    activation: str | nn.Module, op: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    module = ACT2FN[activation] if isinstance(activation, str) else activation
+    model = nn.Sequential(Plain(40, 56, module)).to(dtype).eval()
+    x = 3 * torch.randn(2, 5, 40).to(dtype)
+    exact = copy.deepcopy(model).double()(x.double())
+    before = model(x)
+    adapted = adapt(model)
+    bound = {place.name for place in adapted.places if place.is_bound}
+    assert ("0.activation" in bound) == bool(op)
+    requested_ops = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
+    assert op in requested_ops or not op
+    # The hidden vectors and the results are rounded, and sums of 56 terms add to it.
+    assert (model(x) - exact).norm() / exact.norm() <= 3 * torch.finfo(dtype).eps
+    adapted.restore()
+    assert torch.equal(model(x), before)
+
+
 class Gated(nn.Module):
     """The usual MLP of a decoder, under names of its own."""
 
@@ -396,14 +451,18 @@ def test_gated_mlps_are_recognized_by_a_trace(
     kind: type[Gated], act: nn.Module, dtype: torch.dtype, biased: bool
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(kind(32, 48, act, biased)).to(dtype).eval()
+    model = nn.Sequential(kind(32, 48, copy.deepcopy(act), biased)).to(dtype).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x = torch.randn(2, 3, 32).to(dtype)
     exact = copy.deepcopy(model).double()(x.double())
     adapted = adapt(model)
     places = {place.name: place.is_bound for place in adapted.places}
-    is_known = kind is Gated and not isinstance(act, nn.Tanh)
-    assert places == {**({"0": True} if is_known else {}), "0.w1": True, "0.w2": True, "0.w3": True}
+    names = ["0.w1", "0.w2", "0.w3"]
+    if kind is Gated and not isinstance(act, nn.Tanh):
+        names.append("0")
+    elif isinstance(act, nn.GELU):
+        names.append("0.act")
+    assert places == dict.fromkeys(names, True)
     # Five results on the way are rounded, each by half an epsilon; sums of 48 terms add to it.
     error = (model(x) - exact).norm() / exact.norm()
     assert error <= 5 * torch.finfo(dtype).eps

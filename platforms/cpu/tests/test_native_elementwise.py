@@ -10,7 +10,7 @@ from interposer import Case, Config, current_registry
 from interposer_cpu import native
 from interposer_cpu._kernels import activations, heads, norms, quantizers
 from interposer_cpu._platform import CPUPlatform
-from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.activations import gelu, gelu_and_mul, quick_gelu, silu_and_mul
 from interposer_ops.norms import fused_add_rms_norm, layer_norm, rms_norm
 from interposer_testing import Trial, check_kernel, conformance
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_abs
 OPS = {
     "fused_add_gemma_rms_norm",
     "fused_add_rms_norm",
+    "gelu",
     "gelu_and_mul",
     "gemma_rms_norm",
     "layer_norm",
@@ -30,6 +31,7 @@ OPS = {
     "quantize_int8_per_token",
     "quantize_int8_static",
     "quantize_mxfp8",
+    "quick_gelu",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
@@ -47,6 +49,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "layer_norm": lambda: norms.layer_norm(WIDE, WEIGHT, WEIGHT, 1e-6),
     "silu_and_mul": lambda: activations.silu_and_mul(WIDE),
     "gelu_and_mul": lambda: activations.gelu_and_mul(WIDE, "none"),
+    "gelu": lambda: activations.gelu(WIDE, "none"),
+    "quick_gelu": lambda: activations.quick_gelu(WIDE),
     "rotary_embedding": lambda: heads.rotary_embedding(HEADS, HEADS[:, :5], *TABLES),
     "qk_norm": lambda: heads.qk_norm(HEADS, HEADS, WEIGHT[:128], WEIGHT[:128], 1e-6),
     "quantize_int8_per_token": lambda: quantizers.quantize_int8_per_token(WIDE),
@@ -118,6 +122,8 @@ def test_results_keep_the_strides_of_reordered_rows(dtype: torch.dtype) -> None:
         (fused_add_rms_norm, norms.fused_add_rms_norm, {**normed, "residual": x}),
         (silu_and_mul, activations.silu_and_mul, {"x": x}),
         (gelu_and_mul, activations.gelu_and_mul, {"x": x, "approximate": "tanh"}),
+        (gelu, activations.gelu, {"x": x, "approximate": "none"}),
+        (quick_gelu, activations.quick_gelu, {"x": x}),
     ):
         ordered = {name: arguments[name] for name in op.signature.parameters}
         case = Case("transposed", ordered, reduction=96, magnitude=40.0, rounded=8.0)
@@ -145,10 +151,13 @@ def test_silu_is_accurate_far_from_zero(x: float, expected: float) -> None:
 def test_gelu_is_accurate_for_many_numbers(approximate: str) -> None:
     gates = torch.linspace(-12, 12, 40_000)
     x = torch.stack((gates, torch.ones_like(gates)), 1).flatten(1)
-    actual = activations.gelu_and_mul(x, approximate).squeeze(1).double()
     exact = torch.nn.functional.gelu(gates.double(), approximate=approximate)
-    # Three units of what float32 rounds at the gate's size.
-    assert bool(((actual - exact).abs() <= 2e-7 + 1.8e-7 * gates.abs()).all())
+    for actual in (
+        activations.gelu_and_mul(x, approximate).squeeze(1),
+        activations.gelu(gates, approximate),
+    ):
+        # Three units of what float32 rounds at the gate's size.
+        assert bool(((actual.double() - exact).abs() <= 2e-7 + 1.8e-7 * gates.abs()).all())
 
 
 def test_quantized_values_round_ties_to_even_and_saturate() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from interposer import Config, Placement, Resolver, Verdict, effective_config, place
 from interposer.errors import ConfigError
+from interposer_adapt._activations import bind_activation, find_activation
 from interposer_adapt._adaptation import Adaptation, Place, notes
 from interposer_adapt._attention_registry import bind_attention
 from interposer_adapt._blocks import bind_blocks
@@ -255,6 +256,10 @@ def bind_composites(adaptation: Adaptation) -> None:
 def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts) -> bool:
     results, handled_ids = dict(adaptation.results), set(adaptation.handled_ids)
     if adaptation.attempt(module, name, lambda: bind_gated_mlp(adaptation, module, name, parts)):
+        # The layer's kernel computes its activation, which is called only beside hooks.
+        adaptation.handled_ids.update(
+            id(child) for child in module.children() if find_activation(child) is not None
+        )
         return True
     # The refusal concerns the gated MLP as a whole. Its children are bound one by one later, and
     # record reasons of their own.
@@ -279,7 +284,7 @@ def _bind_merged(
 
 
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
-    """Bind linear layers, norms, convolutions, experts, routers to kernels; skip other leaves."""
+    """Bind linear layers, norms, activations, convolutions, experts and routers to kernels."""
     conv1d_class = _conv1d_class()
     tied_ids = {
         id(module)
@@ -333,9 +338,13 @@ def _bind_convolution(adaptation: Adaptation, module: nn.Module, name: str) -> N
 
 
 def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:
-    norm = find_norm(module)
+    norm, activation = find_norm(module), find_activation(module)
     if looks_like_router(module):
         adaptation.attempt(module, name, lambda: bind_router(adaptation, module, name))
+    elif activation is not None:
+        adaptation.attempt(
+            module, name, lambda: bind_activation(adaptation, module, name, activation)
+        )
     elif norm is not None:
         adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
     elif any(parameter is not None for parameter in module._parameters.values()):

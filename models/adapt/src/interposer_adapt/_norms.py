@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from interposer import CustomOp, Verdict
 from interposer_adapt._adaptation import Adaptation, kernel_name
 from interposer_adapt._agreement import MAGNITUDES, check_calls, random_normals
-from interposer_adapt._forwards import Forward, class_forward, forward_one_input
+from interposer_adapt._forwards import class_forward, forward_one_input
+from interposer_adapt._neighbours import Call, find_neighbours, forward_by_size
 from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
 
 _log = logging.getLogger("interposer")
@@ -35,9 +36,6 @@ _HIDDEN = 48
 _SEED = 2
 
 _ROWS = (2, 3)
-_MIN_SIZE, _MAX_SIZE = 8, 1 << 16
-_MAX_SIZES = 8
-Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +122,28 @@ def bind_unweighted_norm(
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
-    parent = adaptation.model.get_submodule(name.rpartition(".")[0])
-    sample = next(
-        (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
-    )
-    # Too many candidates cost a kernel binding each; further sizes run the class's forward.
-    sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
-    if sample is None or not sizes:
+    neighbours = find_neighbours(adaptation.model, name)
+    if neighbours is None:
         return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
-    verdict = adaptation.check_rows(sample.dtype, sample.device)
+    dtype, device = neighbours.dtype, neighbours.device
+    verdict = adaptation.check_rows(dtype, device)
     if not verdict:
         return verdict
     original, eps = class_forward(module), float(getattr(module, norm.eps))
     calls: dict[int, Call] = {}
     kernels: dict[str, None] = {}
-    for size in sizes:
-        bound_kernel = adaptation.site(name, sample.dtype).bind_kernel(norm.op, **norm.dims(size))
+    for size in neighbours.sizes:
+        bound_kernel = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
         constants: dict[str, Tensor | None] = {"weight": None, "bias": None}
         if norm.op is not layer_norm:
-            constants = {"weight": torch.ones(size, dtype=sample.dtype, device=sample.device)}
+            constants = {"weight": torch.ones(size, dtype=dtype, device=device)}
         prepared = bound_kernel.prepared(**constants)
         calls[size] = bound_kernel.function, (*(prepared[key] for key in constants), eps)
         kernels[kernel_name(bound_kernel.choice)] = None
-    forward = _by_size(calls, original, sample.dtype, adaptation.device)
-    for size in sizes:
+    forward = forward_by_size(calls, original, dtype, adaptation.device)
+    for size in neighbours.sizes:
         for scale in MAGNITUDES:
-            x = (
-                random_normals((*_ROWS, size), torch.float32, sample.device)
-                .mul(scale)
-                .to(sample.dtype)
-            )
+            x = random_normals((*_ROWS, size), torch.float32, device).mul(scale).to(dtype)
             verdict = check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
             if not verdict:
                 return verdict
@@ -272,36 +262,6 @@ def _agrees(
 ) -> bool:
     actual = op(x, **constants, eps=eps)
     return bool((actual - y).abs().max() <= _RELATIVE_TOLERANCE * y.abs().max())
-
-
-def _sizes(parent: nn.Module) -> Iterator[int]:
-    """Yield possible row sizes of a norm in ``parent``: integer attributes, and weight sizes."""
-    for value in vars(parent).values():
-        if type(value) is int and _MIN_SIZE <= value <= _MAX_SIZE:
-            yield value
-    for child in parent.modules():
-        for parameter in child._parameters.values():
-            if parameter is not None and 1 <= parameter.ndim <= 2:
-                size = parameter.shape[-1]
-                if _MIN_SIZE <= size <= _MAX_SIZE:
-                    yield size
-
-
-def _by_size(
-    calls: dict[int, Call], original: Forward, dtype: torch.dtype, device: torch.device
-) -> Forward:
-    """Return a forward that selects the norm kernel by row size, or calls ``original``."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            (x,) = args
-            call = calls.get(x.shape[-1])
-            if call and x.dtype is dtype and x.device == device and not x.requires_grad:
-                kernel, operands = call
-                return kernel(x, *operands)
-        return original(*args, **kwargs)
-
-    return forward
 
 
 def find_layer_norm(module: nn.LayerNorm) -> Norm | Verdict:

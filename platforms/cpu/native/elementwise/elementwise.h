@@ -31,12 +31,12 @@ struct interposer_norm {
   float eps, shift;
 };
 
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kQuickGelu = 3 };
 
-// activation(gate) * up.
+// activation(gate) * up, or activation(gate).
 struct interposer_gated {
   const void* gate;
-  const void* up;
+  const void* up;  // or null
   void* out;
   int32_t type, out_type;  // out_type: the same type or float32
   int32_t activation;

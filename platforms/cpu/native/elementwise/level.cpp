@@ -114,17 +114,19 @@ void gate_rows(const interposer_gated& gated, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t start = start_of(gated.rows, row);
     const char* gate = element<kType>(gated.gate, start);
-    const char* up = element<kType>(gated.up, start);
+    const char* up = gated.up ? element<kType>(gated.up, start) : nullptr;
     char* out = element<kOut>(gated.out, row * width);
     in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
-      const Floats result = activate(load_some(element<kType>(gate, i), kType, count)) *
-                            load_some(element<kType>(up, i), kType, count);
+      Floats result = activate(load_some(element<kType>(gate, i), kType, count));
+      if (up) result *= load_some(element<kType>(up, i), kType, count);
       store_some(element<kOut>(out, i), result, kOut, count);
     });
   }
 }
 
 INTERPOSER_INLINE Floats silu(Floats x) { return sigmoid_weighted(x, x); }
+
+INTERPOSER_INLINE Floats quick_gelu(Floats x) { return sigmoid_weighted(x, 1.702f * x); }
 
 template <int32_t kType, int32_t kOut>
 void gate_type(const interposer_gated& gated, int64_t first, int64_t last) {
@@ -133,6 +135,8 @@ void gate_type(const interposer_gated& gated, int64_t first, int64_t last) {
       return gate_rows<kType, kOut, silu>(gated, first, last);
     case kGelu:
       return gate_rows<kType, kOut, gelu>(gated, first, last);
+    case kQuickGelu:
+      return gate_rows<kType, kOut, quick_gelu>(gated, first, last);
     default:
       return gate_rows<kType, kOut, gelu_tanh>(gated, first, last);
   }

@@ -100,7 +100,7 @@ PyObject* normalise(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_normalise, norm);
 }
 
-// Arguments: addresses of gate, up and result; type, activation; rows, width, row stride.
+// Arguments: addresses of gate, up (or 0) and result; type, activation; rows, width, row stride.
 PyObject* gate(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[8];
   if (!interposer_numbers(arguments, given, 8, values)) return nullptr;

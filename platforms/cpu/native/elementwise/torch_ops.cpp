@@ -57,14 +57,14 @@ void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_normalise(&norm);
 }
 
-// x [T, 2 I], gates in the first half.
+// x [T, 2 I] with gates in the first half, or x [T, I] with gates alone; out [T, I].
 void gate_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), x(stack[1]);
   const int64_t width = out.size(1);
   interposer_gated gated = {};
   gated.type = gated.out_type = x.type();
   gated.gate = x.data<const void>();
-  gated.up = x.data<const char>() + width * size_of(gated.type);
+  gated.up = x.size(1) == width ? nullptr : x.data<const char>() + width * size_of(gated.type);
   gated.out = out.data<void>();
   gated.activation = static_cast<int32_t>(stack[2]);
   gated.rows = rows_of(x, width);

@@ -60,14 +60,14 @@ std::vector<Result> gemma_rms_norm(const Case& golden) { return normalised(golde
 
 std::vector<Result> layer_norm(const Case& golden) { return normalised(golden, 0, true); }
 
-std::vector<Result> gated(const Case& golden, int32_t activation) {
+std::vector<Result> gated(const Case& golden, int32_t activation, bool has_up = true) {
   const Array& x = golden.array("x");
-  const int64_t width = x.columns() / 2;
+  const int64_t width = has_up ? x.columns() / 2 : x.columns();
   Rows out(x.dtype, x.rows(), width, 0);
   interposer_gated gated = {};
   gated.type = gated.out_type = type_of(x.dtype);
   gated.gate = x.data<void>();
-  gated.up = x.data<char>() + width * size_of(gated.type);
+  gated.up = has_up ? x.data<char>() + width * size_of(gated.type) : nullptr;
   gated.out = out.data();
   gated.activation = activation;
   gated.rows = rows_of(x);
@@ -78,9 +78,17 @@ std::vector<Result> gated(const Case& golden, int32_t activation) {
 
 std::vector<Result> silu_and_mul(const Case& golden) { return gated(golden, kSilu); }
 
-std::vector<Result> gelu_and_mul(const Case& golden) {
-  return gated(golden, golden.text("approximate") == "tanh" ? kGeluTanh : kGelu);
+int32_t form_of_gelu(const Case& golden) {
+  return golden.text("approximate") == "tanh" ? kGeluTanh : kGelu;
 }
+
+std::vector<Result> gelu_and_mul(const Case& golden) {
+  return gated(golden, form_of_gelu(golden));
+}
+
+std::vector<Result> gelu(const Case& golden) { return gated(golden, form_of_gelu(golden), false); }
+
+std::vector<Result> quick_gelu(const Case& golden) { return gated(golden, kQuickGelu, false); }
 
 Result turned(const Case& golden, const char* name, const char* weight) {
   const Array& x = golden.array(name);
@@ -177,6 +185,8 @@ const Registration registrations[] = {
     {"layer_norm", layer_norm},
     {"silu_and_mul", silu_and_mul},
     {"gelu_and_mul", gelu_and_mul},
+    {"gelu", gelu},
+    {"quick_gelu", quick_gelu},
     {"rotary_embedding", heads},
     {"qk_norm", heads},
     {"quantize_fp8_blocks", to_fp8},

@@ -267,6 +267,8 @@ def _row_kernels() -> list[Kernel]:
         _native("rotary_embedding_interleaved", "heads"),
         _native("silu_and_mul", "activations"),
         _native("gelu_and_mul", "activations"),
+        _native("gelu", "activations"),
+        _native("quick_gelu", "activations"),
         _native("quantize_fp8_blocks", "quantizers", "judge_blocks"),
         _native("quantize_fp8_per_token", "quantizers", "judge_format"),
         _native("quantize_fp8_static", "quantizers", "judge_format"),

@@ -21,7 +21,7 @@ import torch
 from golden_blocks import Block, blocks
 
 from interposer import Case, CustomOp
-from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.activations import gelu, gelu_and_mul, quick_gelu, silu_and_mul
 from interposer_ops.attention import paged_attention, ragged_attention, ragged_attention_with_lse
 from interposer_ops.embedding import embedding, w4a16_embedding, w8a16_embedding
 from interposer_ops.experts import (
@@ -205,6 +205,8 @@ OPS = (
     Covered(rotary_embedding),
     Covered(silu_and_mul),
     Covered(gelu_and_mul),
+    Covered(gelu),
+    Covered(quick_gelu),
     Covered(quantize_int8_per_token),
     Covered(quantize_int8_static, lambda case: not case.dims["asymmetric"]),
     Covered(quantize_fp8_per_token, _to_e4m3),

@@ -30,6 +30,7 @@ CACHE_TYPES = {
 
 GELU = {"none": 1, "tanh": 2}
 SILU = 0
+QUICK_GELU = 3
 
 SHARED_EXPONENTS = 2
 """Kind of scales in the microscaling (MX) formats: shared exponents."""

@@ -1,0 +1,113 @@
+"""Activations of transformers models: leaf modules without parameters that compute a GELU.
+
+The op and its form are found by comparing results. Such a module holds neither dtype nor size of
+its input; both are taken from the other modules of its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import CustomOp, Verdict
+from interposer_adapt._adaptation import Adaptation, kernel_name
+from interposer_adapt._agreement import MAGNITUDES, check_calls, random_normals
+from interposer_adapt._forwards import class_forward
+from interposer_adapt._neighbours import Call, find_neighbours, forward_by_size
+from interposer_ops.activations import gelu, quick_gelu
+
+_log = logging.getLogger("interposer")
+_ROWS = (2, 3)
+# A GELU in float64, and its spellings; some compute their constants in float32.
+_RELATIVE_TOLERANCE = 1e-6
+_NUMBERS = torch.linspace(-60, 60, 2401, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The op that a leaf module computes.
+
+    Attributes:
+        op: called as ``op(x, **options)``.
+        options: options of the op by name, which are dims of its kernels as well.
+    """
+
+    op: CustomOp[..., Any]
+    options: Mapping[str, str]
+
+
+_CANDIDATES = (
+    Activation(gelu, {"approximate": "none"}),
+    Activation(gelu, {"approximate": "tanh"}),
+    Activation(quick_gelu, {}),
+)
+
+
+def find_activation(module: nn.Module) -> Activation | None:
+    """Return the activation that a leaf module computes in float64, None if unknown.
+
+    Only classes with a name like GELU are tried, because trying runs their code.
+    """
+    if "gelu" not in type(module).__name__.lower() or module._parameters or module._buffers:
+        return None
+    try:
+        with torch.no_grad():
+            expected = type(module).forward(module, _NUMBERS)
+    except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+        _log.debug("%s is no activation: it raised %r", type(module).__name__, error)
+        return None
+    if not isinstance(expected, Tensor) or expected.shape != _NUMBERS.shape:
+        return None
+    for candidate in _CANDIDATES:
+        distance = (candidate.op(_NUMBERS, **candidate.options) - expected).abs()
+        if bool((distance <= _RELATIVE_TOLERANCE * (1 + _NUMBERS.abs())).all()):
+            return candidate
+    return None
+
+
+def bind_activation(
+    adaptation: Adaptation, module: nn.Module, name: str, activation: Activation
+) -> str | Verdict:
+    """Bind an activation to a kernel for each row size found in its parent module."""
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    neighbours = find_neighbours(adaptation.model, name)
+    if neighbours is None:
+        return Verdict.refuse("no neighbouring module states the size and dtype of its input")
+    verdict = adaptation.check_rows(neighbours.dtype, neighbours.device)
+    if not verdict:
+        return verdict
+    original = class_forward(module)
+    options = tuple(activation.options.values())
+    calls: dict[int, Call] = {}
+    kernels: dict[str, None] = {}
+    site = adaptation.site(name, neighbours.dtype)
+    for size in neighbours.sizes:
+        bound_kernel = site.bind_kernel(activation.op, intermediate_size=size, **activation.options)
+        calls[size] = bound_kernel.function, options
+        kernels[kernel_name(bound_kernel.choice)] = None
+    forward = forward_by_size(calls, original, neighbours.dtype, adaptation.device)
+
+    def once_rounded(x: Tensor) -> Tensor:
+        # A module that rounds each of its operations differs by more than the op's tolerance.
+        result: Tensor = original(x.float())
+        return result.to(x.dtype)
+
+    for size in neighbours.sizes:
+        for scale in MAGNITUDES:
+            x = random_normals((*_ROWS, size), torch.float32, neighbours.device).mul(scale)
+            x = x.to(neighbours.dtype)
+            # Four operations in float32, whose errors are relative to the largest input.
+            verdict = check_calls(
+                activation.op.tolerance, once_rounded, forward, x, 4, float(x.abs().max())
+            )
+            if not verdict:
+                return verdict
+    adaptation.bind_forward(module, name, forward)
+    return ", ".join(kernels)
