@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import struct
+import threading
 import wave
 from pathlib import Path
 from typing import Any
@@ -146,7 +148,12 @@ def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("audio", "rate", "reason"),
     [
-        ("no/such/file.wav", None, "'no/such/file.wav' cannot be read"),
+        ("no/such/file.wav", None, "'no/such/file.wav' cannot be read: No such file.*Try: the path"),
+        ("/dev/null", None, "'/dev/null' cannot be read: it is a folder, a device or a socket"),
+        ("tests", None, "'tests' cannot be read: it is a folder"),
+        ("null\0.wav", None, r"cannot be read: embedded null byte. Try: the path"),
+        (torch.ones(100, 2), RATE, r"shape \[100, 2\].*100 channels, must be 1 to 64. Try: audio.T"),
+        (torch.ones(0, 100), RATE, "0 channels, must be 1 to 64"),
         (wav(torch.ones(10)), RATE, "sampling_rate is 16000, but the audio is a file"),
         (torch.ones(10), None, r"sampling_rate is None, must be the integer"),
         (torch.ones(10), 0, "sampling rate of the audio is 0"),
@@ -161,7 +168,7 @@ def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch
         (riff(1, 16, b""), None, "holds no samples"),
         (riff(1, 16, bytes(20), rate=0), None, "sampling rate of the audio is 0"),
     ],
-    ids=range(14),
+    ids=range(19),
 )
 def test_unusable_sounds_are_refused(audio: Any, rate: int | None, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
@@ -177,3 +184,19 @@ def test_sounds_above_the_limits_are_refused_before_they_are_decoded(tmp_path: P
     for audio in (file, file.read_bytes()):
         with pytest.raises(RequestError, match="has 32,044 bytes, the limit is 32,000"):
             read_audio(audio, None, RATE, AudioLimits(num_bytes=32_000))
+
+
+def test_a_pipe_is_read_up_to_the_limit(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = wav(sine(440, 0.1))
+    for limit in (len(content), len(content) - 1):
+        writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+        writer.start()
+        limits = AudioLimits(num_bytes=limit)
+        if limit == len(content):
+            assert len(read_audio(pipe, None, RATE, limits)) == RATE // 10
+        else:
+            with pytest.raises(RequestError, match="the limit is"):
+                read_audio(pipe, None, RATE, limits)
+        writer.join()

@@ -5,6 +5,7 @@ Dimensions: S samples, C channels.
 
 from __future__ import annotations
 
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ Audio = str | Path | bytes | Sequence[float] | Any
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _MAX_RATE = 768_000
 _MAX_CHANNELS = 64
+_READ_BYTES = 1 << 20
 # Samples of full scale are from -1 to 1. The power of much larger ones would overflow.
 _MAX_SAMPLE = float(2**32)
 
@@ -63,7 +65,7 @@ class AudioLimits:
                 f"{_MAX_RATE:,} samples per second"
             )
         if not num_samples:
-            raise RequestError("The audio holds no samples")
+            raise RequestError("The audio holds no samples. Try: a sound of at least one sample")
         if num_samples > self.seconds * sampling_rate:
             raise RequestError(
                 f"The audio lasts {num_samples / sampling_rate:,.0f} seconds, the limit is "
@@ -121,11 +123,32 @@ def _content(audio: str | Path | bytes | bytearray | memoryview, limits: AudioLi
     if not isinstance(audio, str | Path):
         limits.check_bytes(len(audio))
         return bytes(audio)
+    path = Path(audio)
     try:
-        limits.check_bytes(Path(audio).stat().st_size)
-        return Path(audio).read_bytes()
-    except OSError as error:
-        raise RequestError(f"The audio file {str(audio)!r} cannot be read: {error}") from None
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise _unreadable(audio, "it is a folder, a device or a socket")
+        limits.check_bytes(path.stat().st_size)
+        # Counted while it is read: a pipe states no size, and can be endless.
+        blocks: list[bytes] = []
+        num_bytes = 0
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                blocks.append(block)
+                num_bytes += len(block)
+                limits.check_bytes(num_bytes)
+        return b"".join(blocks)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        if isinstance(error, RequestError):
+            raise
+        raise _unreadable(audio, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _unreadable(audio: str | Path, reason: str) -> RequestError:
+    return RequestError(
+        f"The audio file {str(audio)!r:.200} cannot be read: {reason}. "
+        "Try: the path of a sound file on this machine"
+    )
 
 
 def _samples(audio: Any) -> Tensor:
@@ -143,6 +166,11 @@ def _samples(audio: Any) -> Tensor:
             "samples [S] or [channels, S]. Try: divide 16-bit integers by 32768"
         )
     channels = samples if samples.ndim == 2 else samples[None]
+    if not 0 < len(channels) <= _MAX_CHANNELS:
+        raise RequestError(
+            f"audio has the shape {[*samples.shape]}, [channels, S], and so {len(channels)} "
+            f"channels, must be 1 to {_MAX_CHANNELS}. Try: audio.T for [S, channels]"
+        )
     return channels.to(torch.float32)
 
 
