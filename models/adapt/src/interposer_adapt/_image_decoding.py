@@ -95,6 +95,8 @@ def decode_image(source: ImageSource) -> Any:
 
     if isinstance(source.content, Image.Image):
         return source.content
+    if not source.content:
+        raise RequestError(f"{source.place} is an empty file, of 0 bytes. Try: a complete file")
     try:
         # Reads the header only.
         image = Image.open(BytesIO(source.content), formats=FORMATS)
@@ -125,7 +127,9 @@ def _upright(image: Any, place: str, limits: ImageLimits) -> Any:
 
     width, height = image.size
     if width < 1 or height < 1:
-        raise RequestError(f"{place} is empty: {width} x {height} pixels")
+        raise RequestError(
+            f"{place} is empty: {width} x {height} pixels. Try: a picture of at least 1 x 1 pixels"
+        )
     if width * height > limits.pixels:
         raise _too_large(place, f"{width} x {height} pixels", limits)
     if max(width, height) > limits.aspect_ratio * min(width, height):
@@ -150,5 +154,10 @@ def _too_large(place: str, size: str, limits: ImageLimits) -> RequestError:
 
 
 def _reason(error: BaseException) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        # The text of Pillow names an object of Python instead of the file.
+        return "it starts as none of the readable formats, or its header is damaged"
     # The texts of Pillow may contain the repr of the whole input.
     return described(error)[:200]

@@ -22,7 +22,10 @@ def read_bytes(content: Any, place: str, max_bytes: int, *, types: str, advice: 
     if isinstance(content, Path):
         content = _read_file(content, place, max_bytes, advice)
     if not isinstance(content, bytes | bytearray | memoryview):
-        raise RequestError(f"{place} is of the type {type(content).__name__}, must be {types}")
+        raise RequestError(
+            f"{place} is of the type {type(content).__name__}, must be {types}. "
+            "Try: Path(name).read_bytes()"
+        )
     _check_size(len(content), place, max_bytes, advice)
     return bytes(content)
 
@@ -32,7 +35,10 @@ def _read_file(path: Path, place: str, max_bytes: int, advice: str) -> bytes:
         # The size first: a device file or a pipe could be endless.
         if not path.is_file():
             reason = "is not a file" if path.exists() else "does not exist"
-            raise RequestError(f"{place} is {str(path)!r:.200}, which {reason}")
+            raise RequestError(
+                f"{place} is {str(path)!r:.200}, which {reason}. "
+                "Try: the path of a file on this machine"
+            )
         _check_size(path.stat().st_size, place, max_bytes, advice)
         with path.open("rb") as file:
             return file.read(max_bytes + 1)
