@@ -148,11 +148,11 @@ def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("audio", "rate", "reason"),
     [
-        ("no/such/file.wav", None, "'no/such/file.wav' cannot be read: No such file.*Try: the path"),
+        ("no/such/file.wav", None, "'no/such/file.wav' cannot be read: No such.*Try: the path"),
         ("/dev/null", None, "'/dev/null' cannot be read: it is a folder, a device or a socket"),
-        ("tests", None, "'tests' cannot be read: it is a folder"),
+        (Path(__file__).parent, None, "cannot be read: it is a folder"),
         ("null\0.wav", None, r"cannot be read: embedded null byte. Try: the path"),
-        (torch.ones(100, 2), RATE, r"shape \[100, 2\].*100 channels, must be 1 to 64. Try: audio.T"),
+        (torch.ones(100, 2), RATE, r"shape \[100, 2\].*100 channels, must be.*Try: audio.T"),
         (torch.ones(0, 100), RATE, "0 channels, must be 1 to 64"),
         (wav(torch.ones(10)), RATE, "sampling_rate is 16000, but the audio is a file"),
         (torch.ones(10), None, r"sampling_rate is None, must be the integer"),

@@ -193,8 +193,8 @@ class MediaEncoder(ABC, Generic[S, P, V]):
             )
         if len(media) > self._max_media:
             raise RequestError(
-                f"The prompt has {len(media)} {self.noun}s, at most {self._max_media} are accepted. "
-                f"Try: fewer {self.noun}s in a prompt"
+                f"The prompt has {len(media)} {self.noun}s, at most {self._max_media} are "
+                f"accepted. Try: fewer {self.noun}s in a prompt"
             )
         prompt: Tokens = [*texts[0]]
         for tokens, text in zip(self._encoded(media, cache_salt), texts[1:], strict=True):
