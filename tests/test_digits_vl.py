@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -206,6 +206,15 @@ def test_clients_share_no_vectors_of_pictures(pictures: ModuleType) -> None:
         assert num_encoded("first", cache_salt="a") == 1
         assert num_encoded("first", cache_salt="a") == 0
         assert num_encoded("first", cache_salt="b") == 1
+        for name, api in APIS.items():
+            assert num_encoded("first", api, cache_salt=f"of {name}") == 1
+            assert num_encoded("first", api, cache_salt=f"of {name}") == 0
+        # Both paths count the tokens of a picture, and so encode it.
+        for path, name in (("/v1/messages/count_tokens", "messages"), ("/tokenize", "chat")):
+            messages = {"messages": APIS[name].body(pictures.QUESTION, file)["messages"]}
+            counting = replace(APIS[name], path=path, body=lambda *_, body=messages: body)
+            assert num_encoded("first", counting, cache_salt=path) == 1
+            assert num_encoded("first", counting, cache_salt=path) == 0
 
 
 def test_salts_separate_the_vectors_of_pictures(pictures: ModuleType, lm: LanguageModel) -> None:

@@ -211,6 +211,28 @@ class TestServed:
                 answer = ask(served)
             assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
 
+    def test_salts_separate_the_sounds_of_a_client(
+        self, heard: Served, hearing: LanguageModel
+    ) -> None:
+        num_encoded: list[int] = []
+        convolution: torch.nn.Module = hearing.engine.model.get_submodule("encoder.conv1")
+        hook = convolution.register_forward_hook(
+            lambda _, inputs, __: num_encoded.append(len(inputs[0]))
+        )
+        speech, counts = sound(0.4), []
+        try:
+            for salt in ("a", "a", "b"):
+                options = {"temperature": STEADY, "language": "en", "cache_salt": salt}
+                before = len(num_encoded)
+                assert ask(heard, file=speech, **options).status == 200
+                counts.append(len(num_encoded) - before)
+        finally:
+            hook.remove()
+        first, repeated, other = counts
+        assert repeated < first == other
+        refused = ask(heard, file=speech, cache_salt="a" * 1025)
+        assert (refused.status, refused.error["param"]) == (400, "cache_salt")
+
     def test_the_document_describes_the_form(self, heard: Served) -> None:
         document = heard.ask("/openapi.json").body
         operation = document["paths"][PATH]["post"]

@@ -24,7 +24,14 @@ from interposer_serve._attachments import (
 )
 from interposer_serve._errors import ERROR_FORMATS, ApiError, ErrorFormat, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
-from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody, check_tool_types
+from interposer_serve._requests import (
+    FAIL_FAST,
+    Body,
+    BodyPart,
+    CacheSalt,
+    ChatBody,
+    check_tool_types,
+)
 from interposer_serve._turns import joined_turns
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -158,6 +165,8 @@ class TokenCountBody(Body):
     thinking: Thinking | None = Field(
         None, description="an object with the type 'enabled', 'disabled' or 'adaptive'"
     )
+    # Counting encodes the pictures of the messages, whose vectors are cached.
+    cache_salt: CacheSalt = ""
     # These fields change no token here: prompts are cached by their content, and no tool runs in
     # the server.
     cache_control: dict[str, Any] | None = Field(None, description="an object")
@@ -185,7 +194,11 @@ class TokenCountBody(Body):
         return _Chat.read(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"model": self.model, "messages": [*self._chat_messages()]}
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*self._chat_messages()],
+            "cache_salt": self.cache_salt,
+        }
         if self.tools:
             fields["tools"] = [tool.function for tool in self.tools]
         if self.tool_choice is not None:

@@ -169,6 +169,7 @@ _Bias = Annotated[
     Field(max_length=_MAX_TOKEN_IDS),
     BeforeValidator(_with_integers, json_schema_input_type=dict[str, float]),
 ]
+_CacheSalt = Annotated[str, Field(max_length=1024, description="a text of up to 1024 characters")]
 _Some: Any = Field(min_length=1, fail_fast=True)
 _Prompt = Annotated[
     _Text
@@ -183,6 +184,7 @@ _Prompt = Annotated[
 FAIL_FAST = _FAIL_FAST
 INT64_MAX = _INT64_MAX
 SOME = _Some
+CacheSalt = _CacheSalt
 Flag = _Flag
 Positive = _Positive
 Prompt = _Prompt
@@ -415,7 +417,7 @@ class SampledBody(_WithSamplingFields):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="an object with 'json', 'regex', 'choice' or 'grammar'"
     )
-    cache_salt: str = Field("", max_length=1024, description="a text of up to 1024 characters")
+    cache_salt: _CacheSalt = ""
     stream: _Flag = False
     # Without a stream, the options have no effect.
     stream_options: StreamOptions | None = Field(
@@ -653,6 +655,8 @@ class TokenizeBody(Body):
     messages: _Messages | None = Field(None, description="a list of messages")
     tools: _Tools = Field([], description="a list of functions with JSON schemas")
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
+    # The pictures of a chat are encoded, and their vectors are cached.
+    cache_salt: _CacheSalt = ""
 
 
 class DetokenizeBody(Body):

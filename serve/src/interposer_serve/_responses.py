@@ -33,6 +33,7 @@ from interposer_serve._requests import (
     FAIL_FAST,
     Body,
     BodyPart,
+    CacheSalt,
     ChatBody,
     ObjectOfTexts,
     check_tool_types,
@@ -169,6 +170,8 @@ class ResponsesBody(Body):
     background: Literal[False] = Field(False, description="false")
     parallel_tool_calls: bool = Field(True, description="true or false")
     stream_options: dict[str, Any] | None = Field(None, description="an object")
+    # prompt_cache_key is no salt: OpenAI's clients send it to route requests that share a prefix.
+    cache_salt: CacheSalt = ""
     # Describes the client, as metadata does.
     client_metadata: dict[str, Any] | None = Field(None, description="an object")
 
@@ -197,6 +200,7 @@ class ResponsesBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "cache_salt": self.cache_salt,
             "response_format": self._response_format(),
         }
         fields["tools"] = [tool.function(namespace) for namespace, tool in self._functions()]

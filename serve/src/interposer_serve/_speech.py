@@ -88,7 +88,7 @@ class SpeechAnswering:
                 headers={"retry-after": "1"},
             )
 
-        settings = {**body.settings, "cache_salt": cache_salt(request, "")}
+        settings = {**body.settings, "cache_salt": cache_salt(request, body.cache_salt)}
 
         def start() -> TranscriptStream:
             return self._lm.transcribe_stream(body.file, limits=self._audio_limits, **settings)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from interposer_serve._errors import ApiError, shown
 from interposer_serve._forms import MEDIA_TYPE
-from interposer_serve._requests import Body, Flag
+from interposer_serve._requests import Body, CacheSalt, Flag
 
 __all__ = ["SpeechBody", "TranscriptionBody", "TranslationBody"]
 
@@ -29,6 +29,7 @@ class SpeechBody(Body):
     temperature: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="a number from 0 to 1"
     )
+    cache_salt: CacheSalt = ""
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:

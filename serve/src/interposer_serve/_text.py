@@ -379,7 +379,7 @@ class TextEndpoints(Endpoints):
     async def _chat_prompt(
         self,
         request: Request,
-        body: Body,
+        body: ChatBody | TokenizeBody,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
@@ -391,7 +391,7 @@ class TextEndpoints(Endpoints):
         """
         kinds = self._lm.media_kinds
         param = body.own_names.get("messages", "messages")
-        salt = cache_salt(request, body.cache_salt if isinstance(body, SampledBody) else "")
+        salt = cache_salt(request, body.cache_salt)
 
         async with self._media.reading(messages, param) as read_messages:
 
