@@ -299,6 +299,8 @@ def training_utterances(count: int, file: Path | None) -> list[spoken.Utterance]
     if file:
         pairs = [(each.digits, (each.samples * (2**15 - 1)).short()) for each in utterances]
         torch.save(pairs, file)
+        # Return the rounded samples of the file, so that a repeated training has equal sounds.
+        return training_utterances(count, file)
     return utterances
 
 
