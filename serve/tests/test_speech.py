@@ -222,9 +222,9 @@ class TestServed:
         speech, counts = sound(0.4), []
         try:
             for salt in ("a", "a", "b"):
-                options = {"temperature": STEADY, "language": "en", "cache_salt": salt}
                 before = len(num_encoded)
-                assert ask(heard, file=speech, **options).status == 200
+                answer = ask(heard, file=speech, temperature=STEADY, language="en", cache_salt=salt)
+                assert answer.status == 200
                 counts.append(len(num_encoded) - before)
         finally:
             hook.remove()
