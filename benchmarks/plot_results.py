@@ -83,19 +83,11 @@ SHAPES = {
 PEERS = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO", "vllm": "vLLM"}
 # Why another engine is faster: every loss needs its sentence.
 REASONS = {
-    ("AMD EPYC, AVX-512 BF16", "W4A8, groups of 32", "decode, context 128"): (
-        "The memory bandwidth of the machine changed during this run; in the second run of the "
-        "same results file, interposer is ahead."
-    ),
     ("Intel Xeon, AMX", "bfloat16", "prefill 1024"): (
         "The GEMM loads its AMX tiles from the L2 cache, and attention is slower than the GEMMs."
     ),
     ("Gemma 3 1B", "bfloat16", "decode, context 1024"): (
         "Both engines read weights at nine tenths of the memory bandwidth."
-    ),
-    ("DeepSeek-V2-Lite with fewer experts", "W4A8, groups of 32", "decode, context 128"): (
-        "This result is older than the single native call for a block with latent attention, which "
-        "makes this step 1.3 times as fast."
     ),
 }
 
