@@ -166,9 +166,10 @@ def test_a_file_that_is_no_wav_names_the_library(monkeypatch: pytest.MonkeyPatch
         (b"RIFF\0\0\0\0WAVEfmt \x10\0\0\0abc", None, "its format is cut off"),
         (b"RIFF\0\0\0\0WAVE", None, "holds no samples"),
         (riff(1, 16, b""), None, "holds no samples"),
+        (b"", None, "is an empty file, of 0 bytes"),
         (riff(1, 16, bytes(20), rate=0), None, "sampling rate of the audio is 0"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_unusable_sounds_are_refused(audio: Any, rate: int | None, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):

@@ -163,6 +163,7 @@ def test_templates_get_the_contents_that_they_read(lm: LanguageModel, template: 
         ({"type": "image", "image": "data:image/png,a"}, "is no data: address in base64"),
         ({"type": "image", "image": "data:image/png;base64,a*"}, "base64 that cannot be read"),
         ({"type": "image", "image": "data:image/png;base64,é"}, "base64 that cannot be read"),
+        ({"type": "image", "image": "data:image/png;base64,aaa\na"}, "Try: base64 without line"),
         ({"type": "video", "video": b""}, "of the type 'video', .*'image_url' or 'input_audio'"),
         ({"type": ["image"]}, r"of the type \['image'\]"),
         ({"type": "image", "image": b"GIF89a"}, "is no picture"),

@@ -40,14 +40,14 @@ class Media:
         Raises: RequestError: the address has another form.
         """
         head, _, content = address.partition(",")
+        advice = "'data:image/png;base64,' and the base64 of the file"
         if head[:5].lower() == "data:" and head[-7:].lower() == ";base64":
             try:
                 return cls(kind, b64decode(content, validate=True), place)
             except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
                 reason = f"has base64 that cannot be read: {error}"
+                if len(content.split()) > 1:
+                    advice = "base64 without line breaks and spaces, such as that of `base64 -w0`"
         else:
             reason = "is no data: address in base64"
-        raise RequestError(
-            f"{place or 'The address'} {reason}: {address:.60}. "
-            "Try: 'data:image/png;base64,' and the base64 of the file"
-        )
+        raise RequestError(f"{place or 'The address'} {reason}: {address!r:.60}. Try: {advice}")

@@ -102,7 +102,10 @@ def read_audio(
                 f"sampling_rate is {sampling_rate!r}, but the audio is a file, which states its "
                 "own. Try: leave sampling_rate out"
             )
-        samples, sampling_rate = _decode(_content(audio, limits), limits)
+        content = _content(audio, limits)
+        if not content:
+            raise RequestError("The audio is an empty file, of 0 bytes. Try: a complete file")
+        samples, sampling_rate = _decode(content, limits)
     else:
         samples = _samples(audio)
         if type(sampling_rate) is not int:
