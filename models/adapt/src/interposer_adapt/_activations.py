@@ -1,7 +1,7 @@
-"""Activations of transformers models: leaf modules without parameters that compute a GELU.
+"""GELU modules of transformers models.
 
-The op and its form are found by comparing results. Such a module holds neither dtype nor size of
-its input; both are taken from the other modules of its parent.
+The op and its form are found by comparing results. These modules have no parameters, so the dtype
+and the size of their input are taken from the other modules of the parent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CANDIDATES = (
 
 
 def find_activation(module: nn.Module) -> Activation | None:
-    """Return the activation that a leaf module computes in float64, None if unknown.
+    """Return the activation whose float64 results equal those of a leaf module; None if unknown.
 
     Only classes with a name like GELU are tried, because trying runs their code.
     """
@@ -73,7 +73,7 @@ def find_activation(module: nn.Module) -> Activation | None:
 def bind_activation(
     adaptation: Adaptation, module: nn.Module, name: str, activation: Activation
 ) -> str | Verdict:
-    """Bind an activation to a kernel for each row size found in its parent module."""
+    """Bind an activation module to one kernel for each row size of its neighbours."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict

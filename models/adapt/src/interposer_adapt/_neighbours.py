@@ -1,4 +1,4 @@
-"""Modules without parameters: what their neighbours say of their input, and kernels by row size."""
+"""Dtype and sizes of the input of modules without parameters, and kernels by row size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What the modules beside a module say of its input.
+    """Dtype, device and row sizes of the modules beside a module.
 
     Attributes:
         dtype, device: of the first float parameter.
@@ -34,7 +34,7 @@ class Neighbours:
 
 
 def find_neighbours(model: nn.Module, name: str) -> Neighbours | None:
-    """Read the parameters of a module's parent; None if they do not state size and dtype."""
+    """Return the neighbours of the module ``name``; None if none has a size and a dtype."""
     parent = model.get_submodule(name.rpartition(".")[0])
     sample = next(
         (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
