@@ -13,6 +13,7 @@ from models.adapt.tests.image_checkpoints import picture, write_checkpoint
 from transformers import AutoTokenizer
 
 import interposer
+from interposer import explain
 from interposer.errors import ConfigError, RequestError
 from interposer_adapt import adapt, language_model
 from interposer_adapt._image_processors import load_processor
@@ -125,8 +126,10 @@ def test_language_model_takes_a_processor(checkpoint: Write) -> None:
     processor = load_processor(path, model.config.model_type)
     adapted = adapt(type(model).from_pretrained(path).eval())
     tokenizer = AutoTokenizer.from_pretrained(path)
-    lm = language_model(adapted, tokenizer, cache_tokens=512, processor=processor)
+    lm = language_model(adapted, tokenizer, max_sequences=2, processor=processor)
     assert lm.media_kinds == {"image"}
+    (budget,) = [note for note in explain(lm).notes if note.startswith("KV cache")]
+    assert budget.endswith("its cached vectors up to 512.0 MiB")
     prompt = lm.media_prompt(
         f"A{FAMILIES['glm4v'].placeholder}B", [Media("image", picture(40, 30))]
     )

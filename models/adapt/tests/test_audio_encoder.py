@@ -198,6 +198,14 @@ def encoded(encoder: AudioEncoder, case: Case, content: object) -> EmbeddedInput
     return run
 
 
+def test_a_sample_has_as_many_tokens_as_a_step_allows(case: Case) -> None:
+    encoder = another(case, cached_bytes=1 << 20)
+    assert encoder.max_cached_bytes == 1 << 20
+    window = encoder.run_sample(1)
+    assert window > 1
+    assert encoder.run_sample(5 * window + 1) == 5 * window
+
+
 def test_sounds_of_several_threads_at_once(case: Case) -> None:
     sounds = [wav_of(samples_of(0.4 + 0.5 * (i % 3), seed=10 + i)) for i in range(6)]
     with ThreadPoolExecutor(6) as threads:

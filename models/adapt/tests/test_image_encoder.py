@@ -292,6 +292,17 @@ def test_a_step_of_the_encoder_has_a_limit_of_tokens(llava: Case, planned: Plan)
     assert sizes == [7, 3, 3, 1, *[1] * 7, 1, 1]
 
 
+def test_a_sample_has_as_many_tokens_as_a_step_allows(case: Case, planned: Plan) -> None:
+    encoder = ImageEncoder(case.tower, case.processor, planned, cached_bytes=1 << 20)
+    assert encoder.max_cached_bytes == 1 << 20
+    counts = {}
+    for max_tokens in (1, 40, 700):
+        counts[max_tokens] = encoder.run_sample(max_tokens)
+    # One picture has at least as many tokens as the smallest one of its model.
+    assert 0 < counts[1] <= counts[40] <= counts[700]
+    assert 350 < counts[700] <= 700
+
+
 def _wrong_count(case: Case) -> None:
     case.encoder.embed(case.token_ids(case.prompt(2)), [Media("image", picture(40, 30))])
 

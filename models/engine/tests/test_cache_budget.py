@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,10 +18,10 @@ from tests.tape import DEVICE, TapePlatform
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interposer import Config, Device, Memory, explain, register
-from interposer.errors import ConfigError
+from interposer.errors import ConfigError, PluginError
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, PlatformEntry, Record
-from interposer_engine import LanguageModel, load
+from interposer_engine import EmbeddedInput, LanguageModel, load
 from interposer_engine._kv_cache import CacheGroup, CacheShape
 from interposer_engine._kv_cache_budget import StepMemory, cache_budget
 from interposer_ops.devices.memory_profile import MemoryProfile, MemorySnapshot, memory_profile
@@ -78,6 +80,16 @@ class Gauge(TapePlatform):
             yield measured
 
 
+class Blind(TapePlatform):
+    """An accelerator that measures no step."""
+
+    name = "blind"
+    device_type = "blind"
+
+    def devices(self) -> Sequence[Device]:
+        return [Device("blind", "cpu", "blind", DEVICE.capability)]
+
+
 def full_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Find no memory."""
     raise torch.OutOfMemoryError("tried to allocate 9.00 GiB")
@@ -92,6 +104,7 @@ class Gauges:
         own = f"{__name__}:"
         return [
             PlatformEntry("gauge", f"{own}Gauge"),
+            PlatformEntry("blind", f"{own}Blind"),
             PlatformEntry("tape", "tests.tape:TapePlatform"),
             Kernel("linear", "linear_full", f"{own}full_linear", "gauge", score=-9.0),
         ]
@@ -135,6 +148,119 @@ def test_memory_fraction_sets_the_size_of_the_cache(llama: Path) -> None:
     assert few.engine.pool.num_pages > 100
     assert abs(more.engine.pool.num_pages - 2 * few.engine.pool.num_pages) <= 1
     assert few.engine.pool.num_pages * page <= 0.01 * 621 * MIB
+
+
+class Encoder:
+    """An input encoder that computes a vector of 64 elements for each token of a sample."""
+
+    kinds = frozenset({"image"})
+    max_step_tokens = 0
+    max_cached_bytes = 30 * MIB
+    error: ClassVar[Exception | None] = None
+
+    def embed(
+        self, token_ids: Any, media: Any, *, cache_salt: str = ""
+    ) -> list[int | EmbeddedInput]:
+        return list(token_ids)
+
+    def run_sample(self, max_tokens: int) -> int:
+        if self.error is not None:
+            raise self.error
+        return len(torch.zeros(max_tokens - 1, 64))
+
+
+def provide(checkpoint: Any, planned: Any) -> Encoder:
+    return Encoder()
+
+
+@pytest.fixture
+def seeing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the Llama checkpoint for which an installed package has an encoder."""
+    info = tmp_path / "site" / "acme_eyes-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-eyes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[interposer.input_encoders]\na-eyes = {__name__}:provide\n"
+    )
+    monkeypatch.syspath_prepend(info.parent)
+    path = tmp_path / "seeing"
+    shutil.copytree(llama, path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps({**config, "vision_config": {"depth": 1}}))
+    return path
+
+
+def cache_note(lm: LanguageModel) -> str:
+    (note,) = [n for n in explain(lm).notes if n.startswith("KV cache")]
+    return note
+
+
+def test_an_accelerator_leaves_memory_for_a_step_of_the_encoder(seeing: Path, llama: Path) -> None:
+    options: dict[str, Any] = {"memory_fraction": 0.02, "max_step_tokens": 64}
+    lm = loaded(seeing, **options)
+    assert (63, 64) in Gauge.shapes[0].found
+    assert (64, 64) in Gauge.shapes[1].found
+    assert cache_note(lm).endswith(
+        "a step of 64 tokens 80.0 MiB, and a step of 63 tokens of the input encoder 80.0 MiB"
+    )
+    page = sum(backend.kv_layout().page_bytes() for backend in lm.engine.runner.backends)
+    # The vectors that the encoder keeps are not on the device.
+    for text_lm in (loaded(llama, **options), loaded(seeing, **options, text_only=True)):
+        missing = text_lm.engine.pool.num_pages - lm.engine.pool.num_pages
+        assert missing == pytest.approx(0.02 * 80 * MIB / page, abs=1)
+        assert "encoder" not in cache_note(text_lm)
+
+
+def test_a_host_leaves_memory_for_the_vectors_that_an_encoder_keeps(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Encoder, "error", AssertionError("a step on a host takes seconds"))
+    config = Config(platform="cpu", canary="off")
+    lm = load(seeing, "float32", config=config, memory_fraction=0.001, max_step_tokens=64)
+    note = cache_note(lm)
+    assert note.endswith(
+        "a step of 64 tokens of the input encoder an unknown amount, and its cached vectors up to "
+        "30.0 MiB"
+    )
+    monkeypatch.setattr(Encoder, "max_cached_bytes", 2**50)
+    with pytest.raises(
+        ConfigError, match=r"No memory is left.*Try: load\(\.\.\., text_only=True\), a"
+    ):
+        load(seeing, "float32", config=config, max_step_tokens=64)
+
+
+def test_a_platform_that_measures_nothing_knows_no_step_of_an_encoder(seeing: Path) -> None:
+    note = cache_note(loaded(seeing, "blind", max_sequences=8))
+    assert note.endswith("and a step of 2048 tokens of the input encoder an unknown amount")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            torch.OutOfMemoryError("tried to allocate 9.00 GiB"),
+            ConfigError,
+            r"A step of up to 64 tokens of the input encoder does not fit into the memory of cpu "
+            r"beside the weights: .*9\.00 GiB.*Try: load\(\.\.\., text_only=True\), or a smaller",
+        ),
+        (
+            ZeroDivisionError("no pixels"),
+            PluginError,
+            r"Plugin 'Encoder' of .*test_cache_budget: run_sample\(64\) failed: .*no pixels",
+        ),
+    ],
+)
+def test_an_encoder_that_fails_on_its_sample_is_an_error(
+    seeing: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    text: str,
+) -> None:
+    monkeypatch.setattr(Encoder, "error", error)
+    with pytest.raises(kind, match=text):
+        loaded(seeing, max_step_tokens=64)
+    assert loaded(seeing, max_step_tokens=64, text_only=True).input_encoder is None
 
 
 def test_adapters_come_before_the_cache(llama: Path, tmp_path: Path) -> None:

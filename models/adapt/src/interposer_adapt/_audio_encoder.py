@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+import torch
 from torch import Size, Tensor
 
 from interposer.errors import CheckpointError, RequestError
@@ -126,6 +127,11 @@ class AudioEncoder(MediaEncoder[SoundSource, PreparedSound, Tensor]):
         sizes = (log_mel.sampling_rate, log_mel.frame_size, log_mel.hop_size)
         settings = [config.to_dict(), sizes, str(plan.path), str(plan.dtype)]
         self._seed = json.dumps(settings, sort_keys=True, default=str).encode()
+
+    def _sample(self, max_tokens: int) -> PreparedSound:
+        # Each window has the same number of tokens, however many sounds they belong to.
+        features = self._tower.features(torch.zeros(self._tower.window_samples))
+        return PreparedSound(SoundSource("The sample", b"", b"", self.limits.file), features)
 
     def _read(self, medium: Media) -> SoundSource:
         place, limits = medium.place or "The sound", self.limits.file

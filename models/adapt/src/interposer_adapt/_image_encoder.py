@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
+from math import isqrt, sqrt
 from typing import Any
 
 from torch import Size, Tensor
@@ -24,6 +25,8 @@ from interposer_engine import EmbeddedInput, Media
 _FRAMED = frozenset({"paligemma"})
 """Values of ``model_type``: BOS follows the last picture, and a newline ends the prompt."""
 _MAX_NEWLINES = 32
+# Width and height in pixels of the pictures by which the memory of a step is measured.
+_SAMPLE_SIDE, _MIN_SAMPLE_SIDE = 2048, 64
 _TEXT_INPUTS = frozenset(
     {"attention_mask", "input_ids", "labels", "mm_token_type_ids", "token_type_ids"}
 )
@@ -118,6 +121,19 @@ class ImageEncoder(MediaEncoder[ImageSource, PreparedImage, ImageVectors]):
         tokens.insert(len(tokens) - tokens[::-1].index(self.token_id), tokenizer.bos_token_id)
         self._extend(tokens, tokenizer.encode("\n", add_special_tokens=False))
         return [token for token in tokens if isinstance(token, int)]
+
+    def _sample(self, max_tokens: int) -> PreparedImage:
+        from PIL import Image
+
+        side = min(_SAMPLE_SIDE, isqrt(self.limits.pixels))
+        while True:
+            picture = Image.new("RGB", (side, side))
+            sample = self._prepare(ImageSource("The sample", picture, b"", self.limits))
+            if sample.count <= max_tokens or side <= _MIN_SAMPLE_SIDE:
+                return sample
+            # The tokens of many models grow with the area; those of others, by whole tiles.
+            side = int(side * min(0.9, sqrt(max_tokens / sample.count)))
+            side = max(side, _MIN_SAMPLE_SIDE)
 
     def _read(self, medium: Media) -> ImageSource:
         return read_image(medium, self.limits)

@@ -23,6 +23,7 @@ from interposer_adapt._attention_registry import (
 )
 from interposer_adapt._attention_trace import AttentionTrace, UnsupportedLayerError
 from interposer_adapt._forwards import intercepted_by
+from interposer_adapt._media_encoder import CACHED_BYTES
 from interposer_adapt._paged_decoder import FAILURES, DecoderSizes, PagedDecoder, try_paging
 from interposer_adapt._sequence_caches import SequenceCaches, sequence_caches
 from interposer_engine import LanguageModel, TextTokenizer
@@ -118,7 +119,13 @@ def language_model(
     if cache_tokens is None:
         max_cached_tokens = max_sequences * decoder.config.max_position_embeddings
         budget = unmeasured_budget(
-            platform, device, shape, max_cached_tokens, max_step_tokens, state_bytes
+            platform,
+            device,
+            shape,
+            max_cached_tokens,
+            max_step_tokens,
+            state_bytes,
+            encoder_cached_bytes=None if processor is None else CACHED_BYTES,
         )
     else:
         free_bytes = platform.memory(device).free_bytes

@@ -118,6 +118,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
     Attributes:
         kinds: kinds of media that the encoder takes.
         max_step_tokens: most tokens of a step; a medium with more tokens is encoded alone.
+        max_cached_bytes: most bytes of vectors to keep.
         noun: name of a medium in errors, whose plural ends with "s".
         token_id: the placeholder for a medium in a prompt.
     """
@@ -144,6 +145,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
         """
         self.token_id = token_id
         self.max_step_tokens = DEFAULT_MAX_STEP_TOKENS
+        self.max_cached_bytes = cached_bytes
         self._adapted = adapted
         self._numerics = plan.numerics
         self._max_media = max_media
@@ -201,6 +203,23 @@ class MediaEncoder(ABC, Generic[S, P, V]):
             self._extend(prompt, tokens)
             self._extend(prompt, text)
         return prompt
+
+    def run_sample(self, max_tokens: int) -> int:
+        """Encode equal media in one step, and drop the vectors; ``load`` measures the memory.
+
+        Args:
+            max_tokens: most tokens of the step; one medium is encoded even if it has more.
+        Returns: the number of tokens.
+        """
+        sample = self._sample(max_tokens)
+        size = max(1, min(max_tokens // sample.count, _MAX_BATCH_BYTES // sample.nbytes))
+        with self._numerics():
+            self._vectors([sample] * size)
+        return size * sample.count
+
+    @abstractmethod
+    def _sample(self, max_tokens: int) -> P:
+        """Return a large medium of at most ``max_tokens``, or the smallest that there is."""
 
     @abstractmethod
     def _read(self, medium: Media) -> S:

@@ -155,7 +155,7 @@ def build_engine(
 
     new_engine = partial(_new_engine, planned, options, group, loaded)
     with group.raise_together("sizing the cache"):
-        budget = _cache_budget(planned, options, group, memory, new_engine)
+        budget = _cache_budget(planned, options, group, memory, new_engine, input_encoder)
         notes.append(str(budget))
         notes += smaller_cache_notes(planned, budget, options.max_sequences)
     num_tokens = group.smallest(budget.tokens)
@@ -298,6 +298,7 @@ def _cache_budget(
     group: Group | SingleProcess,
     memory: _Memory,
     new_engine: Callable[[int], Engine],
+    input_encoder: InputEncoder | None,
 ) -> CacheBudget:
     """Size the KV cache: as requested, or from the memory that the largest step leaves free."""
     if options.cache_tokens is not None:
@@ -310,6 +311,7 @@ def _cache_budget(
         memory.state_bytes,
         memory.adapter_memory.num_bytes,
         **options.sizes,
+        encoder=input_encoder,
         measures=group.is_one_platform,
     )
 

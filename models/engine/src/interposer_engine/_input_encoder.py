@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from interposer import CheckpointFile
 from interposer.errors import InterposerError, PluginError, described, foreign_errors
@@ -45,6 +45,26 @@ class InputEncoder(Protocol):
                 ``SamplingParams``.
         Raises: RequestError: a medium cannot be decoded or is too large, or the number of
             placeholders differs.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasurableEncoder(Protocol):
+    """Further members of an ``InputEncoder``, by which ``load`` leaves memory for the encoder.
+
+    Attributes:
+        max_cached_bytes: Most memory of the host that cached vectors take.
+    """
+
+    max_cached_bytes: int
+
+    def run_sample(self, max_tokens: int) -> int:
+        """Compute the vectors of sample media as in one step, and drop the vectors.
+
+        Args:
+            max_tokens: Most tokens of the step. A single medium may have more.
+        Returns: the number of tokens.
         """
         ...
 

@@ -30,8 +30,29 @@ _WARM_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderMemory:
+    """Memory of a device that an encoder of pictures or sounds takes in addition to its weights.
+
+    Attributes:
+        tokens: Number of tokens of a step of the encoder.
+        step_bytes: Peak memory that the step takes and frees again; None without a measurement.
+        cached_bytes: Most memory that cached vectors take; 0 if the device has its own memory,
+            because the vectors are kept on the host.
+    """
+
+    tokens: int
+    step_bytes: int | None
+    cached_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory to leave free for the encoder, in bytes."""
+        return (self.step_bytes or 0) + self.cached_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory of a device: total, free, and the peak of the engine's largest step.
+    """Memory of a device: total, free, and the peaks of a step and of the input encoder.
 
     Attributes:
         tokens: Number of tokens of the step.
@@ -39,6 +60,7 @@ class StepMemory:
         free_bytes: Free memory of the device, without a cache and without the step.
         total_bytes: All memory of the device.
         shared: Whether other programs use the same memory, as on a host.
+        encoder: Memory of the input encoder, which runs while a step runs; None without one.
     """
 
     tokens: int
@@ -46,11 +68,13 @@ class StepMemory:
     free_bytes: int
     total_bytes: int
     shared: bool
+    encoder: EncoderMemory | None = None
 
     @property
     def available_bytes(self) -> int:
-        """The free memory minus the peak memory of a step, in bytes."""
-        return self.free_bytes - (self.step_bytes or 0)
+        """The free memory minus the peaks of a step and of the input encoder, in bytes."""
+        encoder_bytes = 0 if self.encoder is None else self.encoder.num_bytes
+        return self.free_bytes - (self.step_bytes or 0) - encoder_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +152,12 @@ def cache_budget(
     # Without attention layers the number of pages has no limit, but the states must fit.
     if pages < 1 or cache_capacity_bytes < 0:
         needed = _size(shape.num_bytes(1) + state_bytes)
+        text_only = "" if memory.encoder is None else "load(..., text_only=True), "
         raise ConfigError(
             f"No memory is left for the KV cache, which needs {needed} at least and may take "
             f"{fraction:g} of {_size(max(memory.available_bytes, 0))}: {_parts(device, memory)}. "
-            "Try: a smaller max_step_tokens or max_sequences, a larger memory_fraction, weights of "
-            "fewer bits, or end other programs on the device"
+            f"Try: {text_only}a smaller max_step_tokens or max_sequences, a larger "
+            "memory_fraction, weights of fewer bits, or end other programs on the device"
         )
     tokens = min(max_tokens, pages * shape.page_size)
     cache_bytes, parts = shape.num_bytes(pages), shape.parts(pages)
@@ -146,11 +171,20 @@ def unmeasured_budget(
     max_tokens: int,
     max_step_tokens: int,
     state_bytes: int,
+    encoder_cached_bytes: int | None = None,
 ) -> CacheBudget:
-    """Compute the size of the KV cache without running a step; see ``cache_budget``."""
+    """Compute the size of the KV cache without running a step; see ``cache_budget``.
+
+    Args:
+        encoder_cached_bytes: Most memory of the host that vectors cached by an input encoder take;
+            None without an encoder.
+    """
     memory_now, is_shared = platform.memory(device), is_host(platform)
+    encoder = None
+    if encoder_cached_bytes is not None:
+        encoder = EncoderMemory(max_step_tokens, None, encoder_cached_bytes if is_shared else 0)
     memory = StepMemory(
-        max_step_tokens, None, memory_now.free_bytes, memory_now.total_bytes, is_shared
+        max_step_tokens, None, memory_now.free_bytes, memory_now.total_bytes, is_shared, encoder
     )
     return cache_budget(
         memory,
@@ -311,12 +345,22 @@ def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
 
 
 def _parts(device: str, memory: StepMemory) -> str:
-    total_size, used_size = _size(memory.total_bytes), _size(memory.total_bytes - memory.free_bytes)
-    step_size = "an unknown amount" if memory.step_bytes is None else _size(memory.step_bytes)
-    return (
-        f"{device} has {total_size}, of which weights and all else in use take {used_size}, and a "
-        f"step of {memory.tokens} tokens {step_size}"
-    )
+    used_size = _size(memory.total_bytes - memory.free_bytes)
+    users = [
+        f"weights and all else in use take {used_size}",
+        f"a step of {memory.tokens} tokens {_known_size(memory.step_bytes)}",
+    ]
+    if (encoder := memory.encoder) is not None:
+        size = _known_size(encoder.step_bytes)
+        users.append(f"a step of {encoder.tokens} tokens of the input encoder {size}")
+        if encoder.cached_bytes:
+            users.append(f"its cached vectors up to {_size(encoder.cached_bytes)}")
+    listed = ", ".join(users[:-1])
+    return f"{device} has {_size(memory.total_bytes)}, of which {listed}, and {users[-1]}"
+
+
+def _known_size(num_bytes: int | None) -> str:
+    return "an unknown amount" if num_bytes is None else _size(num_bytes)
 
 
 def _size(num_bytes: int) -> str:

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
-from interposer.errors import ConfigError
+import torch
+
+from interposer import Platform
+from interposer.errors import ConfigError, PluginError, described, foreign_errors
 from interposer_engine._engine import Engine
+from interposer_engine._input_encoder import InputEncoder, MeasurableEncoder
 from interposer_engine._kv_cache import CacheShape, slots_for
 from interposer_engine._kv_cache_budget import (
     CacheBudget,
+    EncoderMemory,
     StepMemory,
     cache_budget,
     is_host,
@@ -21,6 +26,7 @@ from interposer_engine._kv_cache_budget import (
 )
 from interposer_engine._plan import Plan
 from interposer_engine._prefix_settings import PrefixCache
+from interposer_ops.devices.memory_profile import MemoryProfile
 from interposer_ops.layers.states import StateLayout
 
 
@@ -49,23 +55,31 @@ def measured_budget(
     max_sequences: int,
     max_step_tokens: int,
     *,
+    encoder: InputEncoder | None = None,
     measures: bool = True,
 ) -> CacheBudget:
-    """Compute the size of the KV cache that fits next to the adapters and the largest step.
+    """Compute the size of the KV cache that fits next to adapters, encoder and largest step.
 
     Args:
         engine_of: Creates an engine with a cache of this many pages, to run the step.
         states: Result of ``state_bytes``.
+        encoder: The input encoder, whose weights are loaded.
         measures: Whether to run the step. Ranks on several platforms would run different steps.
     """
     placement, page_size = planned.placement, planned.page_size
     device = placement.device.torch_device
     on_host = is_host(placement.platform)
+    # First, because libraries keep memory after their first use, and the step counts it as used.
+    encoder_memory = measure_encoder(
+        placement.platform, device, encoder, max_step_tokens, measures=measures
+    )
     if not measures:
         memory_now = placement.platform.memory(device)
         # Adapters are loaded after the cache is allocated, so their memory is set aside now.
         free_bytes = memory_now.free_bytes - adapter_bytes
-        memory = StepMemory(max_step_tokens, None, free_bytes, memory_now.total_bytes, on_host)
+        memory = StepMemory(
+            max_step_tokens, None, free_bytes, memory_now.total_bytes, on_host, encoder_memory
+        )
         return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
     with one_block_of_each_kind(planned.model) if on_host else nullcontext():
         engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
@@ -74,8 +88,63 @@ def measured_budget(
         trial_cache_bytes = engine.runner.cache_bytes
     del engine
     free_bytes = memory.free_bytes - adapter_bytes
-    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + trial_cache_bytes)
+    memory = replace(
+        memory,
+        free_bytes=free_bytes if on_host else free_bytes + trial_cache_bytes,
+        encoder=encoder_memory,
+    )
     return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
+
+
+def measure_encoder(
+    platform: Platform,
+    device: str,
+    encoder: InputEncoder | None,
+    max_step_tokens: int,
+    *,
+    measures: bool = True,
+) -> EncoderMemory | None:
+    """Run a step of sample media through an input encoder, and return the memory that it takes.
+
+    On a host no step runs, because an encoder computes its smallest picture for seconds there. The
+    memory that the default fraction leaves must hold the step.
+
+    Args:
+        measures: Whether to run the step.
+    Returns: None if there is no encoder, or if it is no ``MeasurableEncoder``.
+    Raises:
+        ConfigError: the device has too little memory for the step.
+        PluginError: the encoder fails.
+    """
+    if not isinstance(encoder, MeasurableEncoder):
+        return None
+    if is_host(platform):
+        return EncoderMemory(max_step_tokens, None, encoder.max_cached_bytes)
+    unmeasured = EncoderMemory(max_step_tokens, None, 0)
+    if not (measures and platform.provides("memory_profile")):
+        return unmeasured
+    platform.synchronize(device)
+    try:
+        with platform.memory_profile(device) as profile:
+            tokens = encoder.run_sample(max_step_tokens)
+            platform.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"A step of up to {max_step_tokens} tokens of the input encoder does not fit into the "
+            f"memory of {device} beside the weights: {described(error)}. "
+            "Try: load(..., text_only=True), or a smaller max_step_tokens"
+        ) from error
+    except foreign_errors() as error:
+        raise PluginError(
+            type(encoder).__name__,
+            type(encoder).__module__,
+            f"run_sample({max_step_tokens}) failed: {described(error)}",
+            "load(..., text_only=True), or report it to its authors",
+        ) from error
+    if not isinstance(profile, MemoryProfile):
+        return unmeasured
+    step_bytes = max(profile.after.peak_bytes - profile.before.peak_bytes, 0)
+    return EncoderMemory(tokens, step_bytes, 0)
 
 
 def _budget(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from interposer_engine._embedded_input import PromptTokens, num_tokens
     from interposer_engine._engine import Engine
     from interposer_engine._generation_config import GenerationSettings, end_token_ids, stop_tokens
-    from interposer_engine._input_encoder import InputEncoder
+    from interposer_engine._input_encoder import InputEncoder, MeasurableEncoder
     from interposer_engine._kv_cache import CacheGroup, CacheShape, PagedLayer
     from interposer_engine._kv_cache_budget import (
         CacheBudget,
@@ -68,6 +68,7 @@ __all__ = [
     "GenerationSettings",
     "InputEncoder",
     "LogMel",
+    "MeasurableEncoder",
     "MissingTokenizer",
     "PagePool",
     "PagedLayer",
@@ -116,7 +117,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._embedded_input": "PromptTokens num_tokens",
         "interposer_engine._engine": "Engine",
         "interposer_engine._generation_config": "GenerationSettings end_token_ids stop_tokens",
-        "interposer_engine._input_encoder": "InputEncoder",
+        "interposer_engine._input_encoder": "InputEncoder MeasurableEncoder",
         "interposer_engine._kv_cache": "CacheGroup CacheShape PagedLayer",
         "interposer_engine._kv_cache_budget": (
             "CacheBudget check_cache check_sizes unmeasured_budget"
