@@ -129,7 +129,7 @@ def test_an_unweighted_norm_is_bound_for_the_sizes_of_its_parent(dtype: torch.dt
 def test_an_unweighted_norm_without_neighbours_is_skipped() -> None:
     is_bound, reason = places(adapt(nn.Sequential(BareNorm()).eval()))["0"]
     assert not is_bound
-    assert reason == "it has no weight, and no neighbouring module states size and dtype"
+    assert reason == "no neighbouring module states the size and dtype of its input"
 
 
 def test_a_layer_norm_returns_rows_that_can_be_viewed() -> None:

@@ -140,7 +140,7 @@ class OutputConfig(BodyPart):
 
 
 class _Chat(ChatBody):
-    """A chat request whose errors name the fields of Anthropic's API."""
+    """A chat request that names the fields of Anthropic's API in errors."""
 
     own_names: ClassVar = {"stop": "stop_sequences", "response_format": "output_config"}
 

@@ -130,7 +130,7 @@ class Reasoning(BodyPart):
 
 
 class _Chat(ChatBody):
-    """A chat request whose errors name the fields of the Responses API."""
+    """A chat request that names the fields of the Responses API in errors."""
 
     own_names: ClassVar = {
         "max_completion_tokens": "max_output_tokens",

@@ -66,7 +66,7 @@ class SpeechAnswering:
             job.fail(error)
 
     async def stop(self) -> None:
-        """Cancel all transcripts; each thread ends after the window that it decodes."""
+        """Cancel all transcripts; a thread ends with its current window."""
         for job in self._jobs:
             job.fail(Gone())
         with suppress(TimeoutError):

@@ -46,13 +46,13 @@ class SpeechBody(Body):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of ``TranscriptionOptions``; without a temperature, it rises for bad texts."""
+        """Fields of ``TranscriptionOptions``; 0 leaves the default of ``temperature``."""
         chosen = {"temperature": self.temperature} if self.temperature else {}
         return {"prompt": self.prompt, **chosen}
 
     @property
     def streams(self) -> bool:
-        """Whether the text is sent as it is decoded."""
+        """Whether segments are streamed while later ones are decoded."""
         return False
 
 
@@ -72,7 +72,7 @@ class TranscriptionBody(SpeechBody):
 
     @property
     def streams(self) -> bool:
-        """Whether the text is sent as it is decoded.
+        """Whether segments are streamed while later ones are decoded.
 
         Raises: ApiError: the format is not one of those that can be sent in parts.
         """

@@ -167,7 +167,7 @@ class TextEndpoints(Endpoints):
 
     @property
     def names(self) -> Collection[str]:
-        """Names under which the model and its adapters are served."""
+        """Served names of the model and its adapters."""
         return self.name, *self._lm.adapters
 
     async def chat(self, request: Request, content: dict[str, Any]) -> Response:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import CustomOp, Verdict
-from interposer_adapt._adaptation import Adaptation, kernel_name
-from interposer_adapt._agreement import MAGNITUDES, check_calls, random_normals
-from interposer_adapt._forwards import class_forward
-from interposer_adapt._neighbours import Call, find_neighbours, forward_by_size
+from interposer import BoundKernel, CustomOp, Site, Verdict
+from interposer_adapt._adaptation import Adaptation
+from interposer_adapt._agreement import check_calls
+from interposer_adapt._forwards import Forward, class_forward
+from interposer_adapt._neighbours import Neighbours, bind_by_size
 from interposer_ops.activations import gelu, quick_gelu
 
 _log = logging.getLogger("interposer")
-_ROWS = (2, 3)
 # A GELU in float64, and its spellings; some compute their constants in float32.
 _RELATIVE_TOLERANCE = 1e-6
 _NUMBERS = torch.linspace(-60, 60, 2401, dtype=torch.float64)
@@ -49,7 +48,7 @@ _CANDIDATES = (
 
 
 def find_activation(module: nn.Module) -> Activation | None:
-    """Return the activation whose float64 results equal those of a leaf module; None if unknown.
+    """Return the activation that has the float64 results of a leaf module; None if unknown.
 
     Only classes with a name like GELU are tried, because trying runs their code.
     """
@@ -74,40 +73,22 @@ def bind_activation(
     adaptation: Adaptation, module: nn.Module, name: str, activation: Activation
 ) -> str | Verdict:
     """Bind an activation module to one kernel for each row size of its neighbours."""
-    verdict = adaptation.check_module(module)
-    if not verdict:
-        return verdict
-    neighbours = find_neighbours(adaptation.model, name)
-    if neighbours is None:
-        return Verdict.refuse("no neighbouring module states the size and dtype of its input")
-    verdict = adaptation.check_rows(neighbours.dtype, neighbours.device)
-    if not verdict:
-        return verdict
+    op, options = activation.op, activation.options
     original = class_forward(module)
-    options = tuple(activation.options.values())
-    calls: dict[int, Call] = {}
-    kernels: dict[str, None] = {}
-    site = adaptation.site(name, neighbours.dtype)
-    for size in neighbours.sizes:
-        bound_kernel = site.bind_kernel(activation.op, intermediate_size=size, **activation.options)
-        calls[size] = bound_kernel.function, options
-        kernels[kernel_name(bound_kernel.choice)] = None
-    forward = forward_by_size(calls, original, neighbours.dtype, adaptation.device)
+
+    def bind_size(
+        site: Site, _: Neighbours, size: int
+    ) -> tuple[BoundKernel[..., Any], tuple[str, ...]]:
+        bound_kernel = site.bind_kernel(op, intermediate_size=size, **options)
+        return bound_kernel, tuple(options.values())
 
     def once_rounded(x: Tensor) -> Tensor:
         # A module that rounds each of its operations differs by more than the op's tolerance.
         result: Tensor = original(x.float())
         return result.to(x.dtype)
 
-    for size in neighbours.sizes:
-        for scale in MAGNITUDES:
-            x = random_normals((*_ROWS, size), torch.float32, neighbours.device).mul(scale)
-            x = x.to(neighbours.dtype)
-            # Four operations in float32, whose errors are relative to the largest input.
-            verdict = check_calls(
-                activation.op.tolerance, once_rounded, forward, x, 4, float(x.abs().max())
-            )
-            if not verdict:
-                return verdict
-    adaptation.bind_forward(module, name, forward)
-    return ", ".join(kernels)
+    def check(forward: Forward, x: Tensor) -> Verdict:
+        # Four operations in float32, whose errors are relative to the largest input.
+        return check_calls(op.tolerance, once_rounded, forward, x, 4, float(x.abs().max()))
+
+    return bind_by_size(adaptation, module, name, bind_size, check)

@@ -237,7 +237,7 @@ class MediaEncoder(ABC, Generic[S, P, V]):
 
     @abstractmethod
     def _vectors(self, media: Sequence[P]) -> Sequence[V]:
-        """Compute the vectors of media whose inputs have equal shapes."""
+        """Compute the vectors of media with inputs of equal shapes."""
 
     @abstractmethod
     def _tokens(self, medium: P, vectors: V) -> Tokens:

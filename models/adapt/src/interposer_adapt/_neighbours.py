@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer_adapt._forwards import Forward
+from interposer import BoundKernel, Site, Verdict
+from interposer_adapt._adaptation import Adaptation, kernel_name
+from interposer_adapt._agreement import MAGNITUDES, random_normals
+from interposer_adapt._forwards import Forward, class_forward
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A kernel, and the operands behind its input."""
@@ -17,6 +20,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 _MIN_SIZE, _MAX_SIZE = 8, 1 << 16
 # Too many sizes cost a kernel binding each; further sizes run the class's forward.
 _MAX_SIZES = 8
+_ROWS = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,52 @@ class Neighbours:
     sizes: tuple[int, ...]
 
 
-def find_neighbours(model: nn.Module, name: str) -> Neighbours | None:
+BindSize = Callable[[Site, Neighbours, int], tuple[BoundKernel[..., Any], tuple[Any, ...]]]
+"""Binds a kernel for rows of a size; returns the kernel and the operands behind its input."""
+
+
+def bind_by_size(
+    adaptation: Adaptation,
+    module: nn.Module,
+    name: str,
+    bind_size: BindSize,
+    check: Callable[[Forward, Tensor], Verdict],
+) -> str | Verdict:
+    """Bind a module without parameters to one kernel for each row size of its neighbours.
+
+    Args:
+        check: compares the forward that calls the kernels with the module on an input.
+    Returns: the names of the kernels, or a refusal.
+    """
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    neighbours = _find_neighbours(adaptation.model, name)
+    if neighbours is None:
+        return Verdict.refuse("no neighbouring module states the size and dtype of its input")
+    dtype, device = neighbours.dtype, neighbours.device
+    verdict = adaptation.check_rows(dtype, device)
+    if not verdict:
+        return verdict
+    site = adaptation.site(name, dtype)
+    calls: dict[int, Call] = {}
+    kernels: dict[str, None] = {}
+    for size in neighbours.sizes:
+        bound_kernel, operands = bind_size(site, neighbours, size)
+        calls[size] = bound_kernel.function, operands
+        kernels[kernel_name(bound_kernel.choice)] = None
+    forward = _forward_by_size(calls, class_forward(module), dtype, adaptation.device)
+    for size in neighbours.sizes:
+        for scale in MAGNITUDES:
+            x = random_normals((*_ROWS, size), torch.float32, device).mul(scale).to(dtype)
+            verdict = check(forward, x)
+            if not verdict:
+                return verdict
+    adaptation.bind_forward(module, name, forward)
+    return ", ".join(kernels)
+
+
+def _find_neighbours(model: nn.Module, name: str) -> Neighbours | None:
     """Return the neighbours of the module ``name``; None if none has a size and a dtype."""
     parent = model.get_submodule(name.rpartition(".")[0])
     sample = next(
@@ -58,7 +107,7 @@ def _sizes(parent: nn.Module) -> Iterator[int]:
                     yield size
 
 
-def forward_by_size(
+def _forward_by_size(
     calls: dict[int, Call], original: Forward, dtype: torch.dtype, device: torch.device
 ) -> Forward:
     """Return a forward that selects the kernel by row size, or calls ``original``."""

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import CustomOp, Verdict
+from interposer import BoundKernel, CustomOp, Site, Verdict
 from interposer_adapt._adaptation import Adaptation, kernel_name
 from interposer_adapt._agreement import MAGNITUDES, check_calls, random_normals
-from interposer_adapt._forwards import class_forward, forward_one_input
-from interposer_adapt._neighbours import Call, find_neighbours, forward_by_size
+from interposer_adapt._forwards import Forward, class_forward, forward_one_input
+from interposer_adapt._neighbours import Neighbours, bind_by_size
 from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
 
 _log = logging.getLogger("interposer")
@@ -118,37 +118,25 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
 def bind_unweighted_norm(
     adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
 ) -> str | Verdict:
-    """Bind a norm without a weight to a kernel for each row size found in its parent module."""
-    verdict = adaptation.check_module(module)
-    if not verdict:
-        return verdict
-    neighbours = find_neighbours(adaptation.model, name)
-    if neighbours is None:
-        return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
-    dtype, device = neighbours.dtype, neighbours.device
-    verdict = adaptation.check_rows(dtype, device)
-    if not verdict:
-        return verdict
+    """Bind a norm without a weight to one kernel for each row size of its neighbours."""
     original, eps = class_forward(module), float(getattr(module, norm.eps))
-    calls: dict[int, Call] = {}
-    kernels: dict[str, None] = {}
-    for size in neighbours.sizes:
-        bound_kernel = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
+
+    def bind_size(
+        site: Site, neighbours: Neighbours, size: int
+    ) -> tuple[BoundKernel[..., Any], tuple[Any, ...]]:
+        bound_kernel = site.bind_kernel(norm.op, **norm.dims(size))
         constants: dict[str, Tensor | None] = {"weight": None, "bias": None}
         if norm.op is not layer_norm:
-            constants = {"weight": torch.ones(size, dtype=dtype, device=device)}
+            ones = torch.ones(size, dtype=neighbours.dtype, device=neighbours.device)
+            constants = {"weight": ones}
         prepared = bound_kernel.prepared(**constants)
-        calls[size] = bound_kernel.function, (*(prepared[key] for key in constants), eps)
-        kernels[kernel_name(bound_kernel.choice)] = None
-    forward = forward_by_size(calls, original, dtype, adaptation.device)
-    for size in neighbours.sizes:
-        for scale in MAGNITUDES:
-            x = random_normals((*_ROWS, size), torch.float32, device).mul(scale).to(dtype)
-            verdict = check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
-            if not verdict:
-                return verdict
-    adaptation.bind_forward(module, name, forward)
-    return ", ".join(kernels)
+        return bound_kernel, (*(prepared[key] for key in constants), eps)
+
+    def check(forward: Forward, x: Tensor) -> Verdict:
+        size = x.shape[-1]
+        return check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
+
+    return bind_by_size(adaptation, module, name, bind_size, check)
 
 
 def find_norm(module: nn.Module) -> Norm | None:
